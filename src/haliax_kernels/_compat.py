@@ -1,0 +1,60 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The one place that knows how JAX versions differ, and that reaches for what JAX has no public name for."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+from jax.interpreters import pxla
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+
+def legacy_mesh() -> Mesh | None:
+    """The mesh of an enclosing `with mesh:`, the older way of setting one; JAX has no public question for it."""
+    mesh = pxla.thread_resources.env.physical_mesh
+    return None if mesh.empty else mesh
+
+
+def context_mesh() -> Mesh | AbstractMesh | None:
+    """The mesh of an enclosing `jax.set_mesh` or `shard_map`: concrete outside jit, abstract inside."""
+    abstract = jax.sharding.get_abstract_mesh()
+    if not abstract.empty and any(t == jax.sharding.AxisType.Manual for t in abstract.axis_types):
+        return abstract
+    try:
+        concrete = jax.sharding.get_mesh()
+    except ValueError:  # under jit JAX answers with an error
+        concrete = None
+    if concrete is not None and not concrete.empty:
+        return concrete
+    return None if abstract.empty else abstract
+
+
+def concrete_array(x: Any) -> jax.Array | None:
+    """The concrete array behind `x`, also where eager `grad` wrapped it in a tracer; None where there is none."""
+    if isinstance(x, jax.core.Tracer):
+        x = x.to_concrete_value()
+    return x if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
+
+
+def shard_map(
+    f: Callable[..., Any], mesh: Mesh | AbstractMesh | None, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
+    """`jax.shard_map`, manual over every mesh axis, without `check_vma`.
+
+    The check cannot be used around Pallas kernels (interpret mode fails under it); the plan keeps the book of what varies
+    over which mesh axis instead. `mesh=None` takes the context's.
+    """
+    return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+
+
+def type_spec(x: Any) -> tuple[Any, PartitionSpec] | None:
+    """(mesh, PartitionSpec) of the array's own type, or None where its type names no mesh."""
+    try:
+        sharding = jax.typeof(x).sharding
+    except (AttributeError, TypeError):
+        return None
+    if sharding is None or sharding.mesh.empty:
+        return None
+    return sharding.mesh, sharding.spec

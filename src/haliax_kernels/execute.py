@@ -1,0 +1,353 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Run a plan: the kernel under `shard_map`, its loop axes, and its gradient.
+
+The gradient stands outside two `shard_map`s: the forward one runs `jax.vjp` of the local kernel and lets the residuals
+out, the backward one runs its pullback and adds up only what different shards hold different parts of. One `shard_map`
+around the kernel's own `custom_vjp` would instead sum every cotangent over every mesh axis that its spec does not name.
+"""
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis, NamedArray
+from jax import lax
+from jax.sharding import NamedSharding, PartitionSpec
+
+from haliax_kernels import _compat
+from haliax_kernels.arguments import CallShape
+from haliax_kernels.errors import TransformError
+from haliax_kernels.layout import (
+    Layout,
+    check_outputs,
+    input_layout,
+    kernel_shape,
+    output_layout,
+)
+from haliax_kernels.mesh import MeshAxes
+from haliax_kernels.plan import InputPlan, KernelPlan, gradient_steps
+
+Arrays = tuple[jax.Array, ...]
+
+
+class LocalKernel:
+    """The kernel on one device's arrays: axes moved into place, loop axes vmapped, outputs checked."""
+
+    def __init__(self, fn: Callable[..., Any], plan: KernelPlan, shape: CallShape):
+        self._fn, self.plan, self._shape = fn, plan, shape
+        self.layouts = tuple(input_layout(plan, x) for x in plan.inputs)
+
+    def prepare(self, xs: Sequence[jax.Array]) -> Arrays:
+        """Local arrays as the kernel takes them; gathered axes must be whole already."""
+        folded = (_fold(x, v) for x, v in zip(self.plan.inputs, xs, strict=True))
+        return tuple(layout(v) for layout, v in zip(self.layouts, folded, strict=True))
+
+    def __call__(self, *prepared: jax.Array) -> Arrays:
+        call = self._call
+        for name in reversed(self.plan.vmapped):
+            call = jax.vmap(call, in_axes=tuple(0 if _has(x, name) else None for x in self.plan.inputs))
+        with jax.named_scope(self.plan.kernel):
+            return call(*prepared)
+
+    def _call(self, *arrays: jax.Array) -> Arrays:
+        values = [self._with_axes(x, v) for x, v in zip(self.plan.inputs, arrays, strict=True)]
+        args, kwargs = self._shape.rebuild(values)
+        return check_outputs(self.plan, self._fn(*args, **kwargs))
+
+    def _with_axes(self, x: InputPlan, v: jax.Array) -> jax.Array | NamedArray:
+        if x.place is not None or not x.named:
+            return v
+        return NamedArray(v, tuple(Axis(a.name, a.kernel_size) for a in x.axes if a.name not in self.plan.vmapped))
+
+    def output_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """Shapes of the outputs on one device, in the plan's axis order, by abstract evaluation."""
+
+        def abstract(*xs: jax.Array) -> Arrays:
+            raw = self(*(layout(v) for layout, v in zip(self.layouts, xs, strict=True)))
+            return tuple(output_layout(self.plan, j, r.shape)(r) for j, r in enumerate(raw))
+
+        return jax.eval_shape(abstract, *(jax.ShapeDtypeStruct(kernel_shape(x), x.dtype) for x in self.plan.inputs))
+
+    def direct(self, *xs: jax.Array) -> Arrays:
+        """The whole call without a mesh."""
+        raw = self(*self.prepare(xs))
+        return tuple(output_layout(self.plan, j, r.shape)(r) for j, r in enumerate(raw))
+
+
+def _has(x: InputPlan, name: str) -> bool:
+    return any(a.name == name and a.loop for a in x.axes)
+
+
+def _fold(x: InputPlan, key: jax.Array) -> jax.Array:
+    """Fold the shard's index over the mesh axes along which shards do different work into a PRNG key."""
+    if not x.fold:
+        return key
+    index = lax.axis_index(x.fold)
+    fold = jax.random.fold_in
+    for _ in range(key.ndim):
+        fold = jax.vmap(fold, in_axes=(0, None))
+    return fold(key, index)
+
+
+def sharded_call(local: LocalKernel) -> Callable[..., Arrays]:
+    """The function of global arrays that runs `local` under `shard_map`, differentiable in reverse mode."""
+    return _Sharded(local).run
+
+
+class _Aux:
+    """How to rebuild the pullback from residuals. Compared by identity: it holds a traced program."""
+
+    def __init__(self, tree: Any, sources: tuple[tuple[str, Any], ...], returned: tuple[jax.ShapeDtypeStruct, ...]):
+        self.tree, self.sources, self.returned = tree, sources, returned
+
+    def indices(self, kind: str) -> list[int]:
+        return sorted({i for k, i in self.sources if k == kind})
+
+
+@jax.tree_util.register_pytree_node_class
+class _Saved:
+    """Residuals that are neither arguments nor outputs, each with a leading dimension that stacks the devices'."""
+
+    def __init__(self, leaves: Sequence[jax.Array], aux: _Aux):
+        self.leaves, self.aux = tuple(leaves), aux
+
+    def tree_flatten(self) -> tuple[Arrays, _Aux]:
+        return self.leaves, self.aux
+
+    @classmethod
+    def tree_unflatten(cls, aux: _Aux, leaves: Sequence[jax.Array]) -> "_Saved":
+        return cls(leaves, aux)
+
+
+class _Sharded:
+    def __init__(self, local: LocalKernel):
+        self.local, self.plan = local, local.plan
+        assert self.plan.mesh is not None
+        self.mesh = self.plan.mesh
+        self.sizes = dict(self.mesh.sizes)
+        self.in_specs = tuple(x.spec for x in self.plan.inputs)
+        self.out_specs = tuple(out.spec for out in self.plan.outputs)
+        self.everywhere = PartitionSpec(self.mesh.axis_names)
+        self.moving = tuple(i for i, x in enumerate(self.plan.inputs) if x.differentiable)
+        # Three jitted pieces, so that repeated calls trace none of them again, in eager mode or inside one jit.
+        self._forward = jax.jit(self._map(self._forward_local, self.in_specs, self.out_specs))
+        self._forward_saving = jax.jit(
+            self._map(self._forward_saving_local, self.in_specs, (self.out_specs, self.everywhere))
+        )
+        self._backward = jax.jit(self._backward_global)
+        self._differentiable = jax.custom_vjp(lambda *xs: self._forward(*xs))
+        self._differentiable.defvjp(self._vjp_forward, self._vjp_backward)
+
+    def _map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+        return _compat.shard_map(f, self.mesh.mesh, in_specs, out_specs)
+
+    def run(self, *xs: jax.Array) -> Arrays:
+        xs = tuple(self._pin(v, x.spec) if x.reshard else v for x, v in zip(self.plan.inputs, xs, strict=True))
+        if not any(isinstance(v, jax.core.Tracer) for v in xs):
+            return self._forward(*xs)
+        try:
+            return self._differentiable(*xs)
+        except TypeError as e:
+            if "forward-mode" in str(e) and "custom_vjp" in str(e):
+                raise TransformError(
+                    f"kernel {self.plan.kernel!r}: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of a "
+                    "named kernel on a mesh is not supported. Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
+                ) from e
+            raise
+
+    def _pin(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
+        """Reshard `x` where its type on an Explicit mesh says something else than `spec`."""
+        typed = _compat.type_spec(x)
+        if typed is None:
+            return x
+        mesh, found = typed
+        explicit = [m for m in mesh.axis_names if m not in self.mesh.auto]
+        wanted = PartitionSpec(*(_only(e, explicit) for e in (*spec, *[None] * (x.ndim - len(spec)))))
+        same = [_only(e, explicit) for e in (*found, *[None] * (x.ndim - len(found)))] == list(wanted)
+        return x if same else jax.sharding.reshard(x, NamedSharding(mesh, wanted))
+
+    # Forward
+
+    def _gathered(self, xs: Sequence[jax.Array]) -> list[jax.Array]:
+        out = []
+        for x, v in zip(self.plan.inputs, xs, strict=True):
+            for dim, a in enumerate(x.axes):
+                if a.gathered:
+                    v = lax.all_gather(v, self._several(a.mesh_axes), axis=dim, tiled=True)
+            out.append(v)
+        return out
+
+    def _finish(self, raw: Arrays) -> tuple[Arrays, tuple[bool, ...]]:
+        """Outputs in their own axis order, summed and cut; and which of them are what the kernel returned, unchanged."""
+        found, same = [], []
+        for j, (out, r) in enumerate(zip(self.plan.outputs, raw, strict=True)):
+            v = output_layout(self.plan, j, r.shape)(r)
+            for dim, cut in enumerate(out.slices):
+                v = self._cut(v, dim, cut)
+            found.append(v)
+        for mesh_axes in {self._several(out.psum) for out in self.plan.outputs} - {()}:
+            which = [j for j, out in enumerate(self.plan.outputs) if self._several(out.psum) == mesh_axes]
+            for j, v in zip(which, lax.psum([found[j] for j in which], mesh_axes), strict=True):
+                found[j] = v
+        same = [v is r for v, r in zip(found, raw, strict=True)]
+        return tuple(found), tuple(same)
+
+    def _forward_local(self, *xs: jax.Array) -> Arrays:
+        return self._finish(self.local(*self.local.prepare(self._gathered(xs))))[0]
+
+    def _forward_saving_local(self, *xs: jax.Array) -> tuple[Arrays, _Saved]:
+        prepared = self.local.prepare(self._gathered(xs))
+
+        def differentiable(*moving: jax.Array) -> Arrays:
+            return self.local(*_merge(prepared, self.moving, moving))
+
+        moving = tuple(prepared[i] for i in self.moving)
+        try:
+            raw, pullback = jax.vjp(differentiable, *moving)
+        except Exception as e:
+            self._explain(e, differentiable, moving)
+            raise
+        outs, same = self._finish(raw)
+        leaves, tree = jax.tree_util.tree_flatten(pullback)
+        known = {id(v): ("input", i) for i, v in enumerate(prepared) if not self._is_gathered(i)}
+        known.update({id(r): ("output", j) for j, r in enumerate(raw) if same[j]})
+        sources: list[tuple[str, Any]] = []
+        saved: list[jax.Array] = []
+        for leaf in leaves:
+            if id(leaf) not in known:
+                if not np.size(leaf):  # an empty residual crossing a shard_map crashes some jaxlib versions
+                    sources.append(("empty", jax.ShapeDtypeStruct(np.shape(leaf), leaf.dtype)))
+                    continue
+                known[id(leaf)] = ("saved", len(saved))
+                saved.append(jnp.asarray(leaf)[None])
+            sources.append(known[id(leaf)])
+        returned = tuple(jax.ShapeDtypeStruct(r.shape, r.dtype) for r in raw)
+        return outs, _Saved(saved, _Aux(tree, tuple(sources), returned))
+
+    def _is_gathered(self, i: int) -> bool:
+        return any(a.gathered for a in self.plan.inputs[i].axes)
+
+    def _explain(self, error: Exception, f: Callable[..., Any], args: Arrays) -> None:
+        """Raise our own error where only the differentiation failed; return where the kernel itself does not run."""
+        try:
+            jax.eval_shape(f, *args)
+        except Exception:
+            return
+        raise TransformError(
+            f"kernel {self.plan.kernel!r} runs, but cannot be differentiated in reverse mode: {error}\n  - give it a "
+            "backward:    jax.custom_vjp, then kernel.defvjp(forward, backward)"
+        ) from error
+
+    # Backward
+
+    def _vjp_forward(self, *xs: jax.Array) -> tuple[Arrays, Any]:
+        outs, saved = self._forward_saving(*xs)
+        needed = [xs[i] for i in saved.aux.indices("input")]
+        reused = [outs[j] for j in saved.aux.indices("output")]
+        return outs, (needed, reused, saved)
+
+    def _vjp_backward(self, residuals: Any, cts: Arrays) -> tuple[jax.Array | None, ...]:
+        real = [
+            None if ct.dtype == jax.dtypes.float0 else self._pin(ct, out.spec)
+            for ct, out in zip(cts, self.plan.outputs, strict=True)
+        ]
+        grads = dict(zip(self.moving, self._backward(*residuals, real), strict=True))
+        return tuple(grads.get(i) for i in range(len(self.plan.inputs)))
+
+    def _backward_global(
+        self, needed: list[jax.Array], reused: list[jax.Array], saved: _Saved, cts: list[jax.Array | None]
+    ) -> Arrays:
+        aux = saved.aux
+        ins, outs = aux.indices("input"), aux.indices("output")
+
+        def backward_local(
+            needed: list[jax.Array], reused: list[jax.Array], saved: _Saved, cts: list[jax.Array | None]
+        ) -> Arrays:
+            have: dict[tuple[str, int], jax.Array] = {("saved", i): v[0] for i, v in enumerate(saved.leaves)}
+            have.update({("output", j): v for j, v in zip(outs, reused, strict=True)})
+            for i, v in zip(ins, needed, strict=True):
+                have["input", i] = self.local.layouts[i](_fold(self.plan.inputs[i], v))
+            leaves = [jnp.zeros(i.shape, i.dtype) if kind == "empty" else have[kind, i] for kind, i in aux.sources]
+            pullback = jax.tree_util.tree_unflatten(aux.tree, leaves)
+            grads = pullback(tuple(self._returned_cotangent(j, r, cts[j]) for j, r in enumerate(aux.returned)))
+            return self._reduced(grads)
+
+        in_specs = (
+            [self.in_specs[i] for i in ins],
+            [self.out_specs[j] for j in outs],
+            self.everywhere,
+            [None if ct is None else spec for ct, spec in zip(cts, self.out_specs, strict=True)],
+        )
+        out_specs = tuple(self.in_specs[i] for i in self.moving)
+        return self._map(backward_local, in_specs, out_specs)(needed, reused, saved, cts)
+
+    def _returned_cotangent(self, j: int, returned: jax.ShapeDtypeStruct, ct: jax.Array | None) -> Any:
+        """The cotangent of what the kernel returned, from that of the output."""
+        if ct is None:
+            return np.zeros(returned.shape, jax.dtypes.float0)
+        out = self.plan.outputs[j]
+        if out.once:
+            # Every shard along these mesh axes holds this same output, and their gradients will be added up.
+            ct = jnp.where(lax.axis_index(out.once) == 0, ct, jnp.zeros_like(ct))
+        for dim, cut in enumerate(out.slices):
+            several = self._several(cut)
+            if several:
+                whole = jnp.zeros((*ct.shape[:dim], ct.shape[dim] * self._count(several), *ct.shape[dim + 1 :]), ct.dtype)
+                start = lax.axis_index(several) * ct.shape[dim]
+                ct = lax.dynamic_update_slice_in_dim(whole, ct, start, dim)
+        return output_layout(self.plan, j, returned.shape).transpose(ct, returned.shape)
+
+    def _reduced(self, grads: Sequence[jax.Array]) -> Arrays:
+        """Gradients of the local arguments: gathered axes made local again, and parts on several shards added up."""
+        found: dict[int, jax.Array] = {}
+        rest: dict[MeshAxes, list[int]] = {}
+        for i, g in zip(self.moving, grads, strict=True):
+            x = self.plan.inputs[i]
+            g = self.local.layouts[i].transpose(g, kernel_shape(x))
+            done: set[str] = set()
+            for dim, a in enumerate(x.axes):
+                for mesh_axes, summed in gradient_steps(x, a) if a.gathered else ():
+                    several = self._several(mesh_axes)
+                    if summed and several:
+                        g = lax.psum_scatter(g, several, scatter_dimension=dim, tiled=True)
+                    else:
+                        g = self._cut(g, dim, several)
+                    done.update(mesh_axes)
+            found[i] = g
+            left = self._several(tuple(m for m in x.grad_sum if m not in done))
+            if left:
+                rest.setdefault(left, []).append(i)
+        for mesh_axes, which in rest.items():
+            for i, g in zip(which, lax.psum([found[i] for i in which], mesh_axes), strict=True):
+                found[i] = g
+        return tuple(found[i] for i in self.moving)
+
+    def _cut(self, v: jax.Array, dim: int, mesh_axes: MeshAxes) -> jax.Array:
+        several = self._several(mesh_axes)
+        if not several:
+            return v
+        size = v.shape[dim] // self._count(several)
+        return lax.dynamic_slice_in_dim(v, lax.axis_index(several) * size, size, dim)
+
+    def _several(self, mesh_axes: MeshAxes) -> MeshAxes:
+        return tuple(m for m in mesh_axes if self.sizes[m] > 1)
+
+    def _count(self, mesh_axes: MeshAxes) -> int:
+        return math.prod(self.sizes[m] for m in mesh_axes)
+
+
+def _only(entry: Any, mesh_axes: Sequence[str]) -> Any:
+    kept = tuple(m for m in ((entry,) if isinstance(entry, str) else entry or ()) if m in mesh_axes)
+    return kept[0] if len(kept) == 1 else kept or None
+
+
+def _merge(all_of: Arrays, which: Sequence[int], new: Sequence[jax.Array]) -> list[jax.Array]:
+    merged = list(all_of)
+    for i, v in zip(which, new, strict=True):
+        merged[i] = v
+    return merged

@@ -1,0 +1,138 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Register `pallas_flash` with Levanter: the enum member, the dispatcher, and the ways the member is written down.
+
+Levanter has no registry of attention backends. A member added to `AttentionBackend` alone would be a trap, because the
+`match` in Levanter's dispatcher sends what it does not know to `jax_flash` in silence; so the dispatcher is hooked first.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import logging
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import Any, Literal
+
+import aenum
+import draccus
+from draccus.utils import DecodingError
+
+from haliax_kernels.levanter.config import nearest
+from haliax_kernels.levanter.dispatch import BACKEND_VALUE, make_dispatcher
+from haliax_kernels.levanter.distributions import check_distributions
+
+logger = logging.getLogger(__name__)
+
+MEMBER_NAME = "PALLAS_FLASH"
+
+HookKind = Literal["wrapper", "rebound"]
+
+_hook: HookKind | None = None
+
+
+def register() -> HookKind:
+    """Makes `pallas_flash` an attention backend of Levanter, for every model and whatever was imported before.
+
+    A second call does nothing. The backends that Levanter has keep running Levanter's code.
+
+    Returns:
+        How the dispatcher was reached: `wrapper` (inside the function object that every module holds) or `rebound`
+        (the name replaced in every Levanter module that holds it).
+
+    Raises:
+        RuntimeError: If this Levanter is not laid out in a way that can be hooked.
+        ImportError: If the old `haliax` or `levanter` distribution is installed, or no Levanter at all.
+    """
+    global _hook
+    if _hook is None:
+        check_distributions()
+        import levanter.layers.attention as attention
+
+        kind = _hook_dispatcher(attention)
+        _add_member(attention.AttentionBackend)
+        _register_codecs(attention.AttentionBackend)
+        logger.info("registered attention backend %s with Levanter (hook: %s)", BACKEND_VALUE, kind)
+        _hook = kind
+    return _hook
+
+
+def _hook_dispatcher(attention: ModuleType) -> HookKind:
+    function = getattr(attention, "dot_product_attention", None)
+    if not callable(function) or not hasattr(attention, "AttentionBackend"):
+        raise _cannot_hook(f"{attention.__name__} has no dot_product_attention with an AttentionBackend")
+    try:
+        cell = _wrapper_cell(function)
+        if cell is not None:
+            cell.cell_contents = make_dispatcher(cell.cell_contents)
+            return "wrapper"
+        _rebind(function, make_dispatcher(function))
+    except RuntimeError as error:
+        raise _cannot_hook(str(error)) from error
+    return "rebound"
+
+
+def _wrapper_cell(function: Any) -> Any | None:
+    """The closure cell in which a wrapper, such as haliax's `named_call` makes, holds the function that it calls."""
+    wrapped = getattr(function, "__wrapped__", None)
+    cells = [cell for cell in getattr(function, "__closure__", None) or () if cell.cell_contents is wrapped]
+    return cells[0] if wrapped is not None and len(cells) == 1 else None
+
+
+def _rebind(function: Callable[..., Any], replacement: Callable[..., Any]) -> None:
+    for name, module in list(sys.modules.items()):
+        if name.split(".")[0] == "levanter" and getattr(module, "dot_product_attention", None) is function:
+            module.dot_product_attention = replacement  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def _cannot_hook(found: str) -> RuntimeError:
+    from importlib.metadata import version
+
+    return RuntimeError(
+        f"cannot add the attention backend {BACKEND_VALUE!r} to marin-levanter {version('marin-levanter')}.\n"
+        f"  found:    {found}\n"
+        "  expected: levanter.layers.attention.dot_product_attention(QPos, KPos, Key, query, key, value, ..., "
+        "attn_backend, ...) and the enum AttentionBackend beside it\n"
+        "  - use a Levanter that is known to work:  pip install 'marin-levanter<=0.2.227'\n"
+        "  - use the kernel without Levanter's switch:  haliax_kernels.flash_attention(...)"
+    )
+
+
+def _add_member(enum: Any) -> None:
+    existing = enum.__members__.get(MEMBER_NAME)
+    if existing is None:
+        aenum.extend_enum(enum, MEMBER_NAME, BACKEND_VALUE)
+    elif existing.value != BACKEND_VALUE:
+        raise _cannot_hook(f"AttentionBackend already has a {MEMBER_NAME}, with value {existing.value!r}")
+
+
+def _register_codecs(enum: Any) -> None:
+    def encode(member: Any, declared_type: Any = None) -> str:
+        # Draccus leaves a StrEnum as it is, which YAML then writes as a Python object that cannot be read back.
+        return str(member.value)
+
+    def decode(raw: Any, path: Any = ()) -> Any:
+        for member in enum:
+            if raw in (member.value, member.name):
+                return member
+        values = [member.value for member in enum]
+        raise DecodingError(
+            path, f"unknown attention backend {raw!r};{nearest(str(raw), values)} there are: {', '.join(values)}"
+        )
+
+    draccus.encode.register(enum, encode)
+    draccus.decode.register(enum, decode)
+    copyreg.pickle(enum, _reduce_member)
+
+
+def _reduce_member(member: Any) -> tuple[Callable[[str], Any], tuple[str]]:
+    return _member, (member.value,)
+
+
+def _member(value: str) -> Any:
+    """Finds a member for `pickle`, in a process that may not have registered yet."""
+    register()
+    from levanter.layers.attention import AttentionBackend
+
+    return AttentionBackend(value)

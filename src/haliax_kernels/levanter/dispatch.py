@@ -1,0 +1,141 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+"""Levanter's `dot_product_attention` with one more backend: `pallas_flash` goes to `haliax_kernels.flash_attention`."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import haliax as hax
+import jax
+from haliax import NamedArray
+
+import haliax_kernels
+from haliax_kernels.attention.block_sizes import BlockSizes
+from haliax_kernels.errors import UnsupportedOptionError
+from haliax_kernels.levanter.config import current_options
+
+logger = logging.getLogger(__name__)
+
+BACKEND_VALUE = "pallas_flash"
+
+# The arguments of Levanter's function that this module knows the meaning of. Without one of the required ones it cannot
+# do its work; an argument beyond these, in a later Levanter, is refused once it is used.
+_REQUIRED = frozenset({
+    "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision", "use_flash",
+    "attn_backend", "flash_block_size", "dropout", "scaling_factor", "logits_soft_cap", "inference", "prng",
+})  # fmt: skip
+_KNOWN = _REQUIRED | {"attn_sink"}
+
+_DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)
+
+_reported_fallbacks: set[str] = set()
+
+
+def make_dispatcher(original: Callable[..., NamedArray]) -> Callable[..., NamedArray]:
+    """Wraps Levanter's `dot_product_attention` so that a call for `pallas_flash` comes to this package.
+
+    Every other call goes to `original` with the arguments it came with.
+
+    Raises:
+        RuntimeError: If `original` lacks an argument that the backend needs to read.
+    """
+    signature = inspect.signature(original)
+    missing = sorted(_REQUIRED - signature.parameters.keys())
+    if missing:
+        raise RuntimeError(f"Levanter's dot_product_attention{signature} has no argument {', '.join(missing)}")
+
+    @functools.wraps(original)
+    def dot_product_attention(*args: Any, **kwargs: Any) -> NamedArray:
+        bound = signature.bind(*args, **kwargs)
+        bound.apply_defaults()
+        call = bound.arguments
+        if not _is_ours(call["attn_backend"], call["use_flash"]):
+            return original(*args, **kwargs)
+        try:
+            _refuse_unknown(signature, call)
+            return _flash(call)
+        except UnsupportedOptionError as error:
+            if current_options().on_unsupported == "error":
+                raise
+            _report_fallback(str(error))
+        return original(**{**call, "attn_backend": "vanilla", "use_flash": None})
+
+    return dot_product_attention
+
+
+def _is_ours(attn_backend: str | None, use_flash: bool | None) -> bool:
+    if attn_backend == BACKEND_VALUE:
+        if use_flash is False:
+            raise ValueError(f"use_flash is False, but attn_backend is {BACKEND_VALUE}, which is not VANILLA")
+        return True
+    # `use_flash=False` without a backend is how Levanter asks for vanilla, so it is no default to take over.
+    is_default = attn_backend == "default" or (attn_backend is None and use_flash is not False)
+    return is_default and current_options().default_backend
+
+
+def _refuse_unknown(signature: inspect.Signature, call: dict[str, Any]) -> None:
+    for name in call.keys() - _KNOWN:
+        if call[name] is not signature.parameters[name].default:
+            raise UnsupportedOptionError(f"{BACKEND_VALUE} does not know Levanter's argument {name}={call[name]!r}")
+
+
+def _flash(call: dict[str, Any]) -> NamedArray:
+    """Runs one call, given as Levanter's arguments by name, through `flash_attention`."""
+    query, key, value = call["query"], call["key"], call["value"]
+    if hax.axis_name(call["QPos"]) == hax.axis_name(call["KPos"]):
+        raise ValueError("QPos and KPos must have different names")
+    if call["precision"] not in _DEFAULT_PRECISIONS:
+        raise UnsupportedOptionError(f"{BACKEND_VALUE} does not support precision={call['precision']!r}")
+
+    out_dtype = query.dtype
+    if call["attention_dtype"] is not None:
+        query, key, value = (array.astype(call["attention_dtype"]) for array in (query, key, value))
+    options = current_options()
+    logger.debug("pallas_flash: query %s, key %s", query.axes, key.axes)
+    out = haliax_kernels.flash_attention(
+        call["QPos"],
+        call["KPos"],
+        call["Key"],
+        query,
+        key,
+        value,
+        _as_attention_mask(call["mask"]),
+        bias=call["bias"],
+        dropout=0.0 if call["inference"] else call["dropout"],
+        prng=call["prng"],
+        scaling_factor=call["scaling_factor"],
+        logits_soft_cap=call["logits_soft_cap"],
+        attn_sink=call.get("attn_sink"),
+        context_parallel=options.context_parallel,
+        implementation=options.implementation,
+        block_sizes=_block_sizes(call["flash_block_size"]),
+    )
+    return out.astype(out_dtype)
+
+
+def _as_attention_mask(mask: Any) -> Any:
+    if not isinstance(mask, NamedArray):
+        return mask
+    from levanter.layers.attention import AttentionMask
+
+    return AttentionMask(explicit_mask=mask)
+
+
+def _block_sizes(flash_block_size: int | None) -> BlockSizes | None:
+    options = current_options()
+    q = options.block_q or flash_block_size
+    k = options.block_k or flash_block_size
+    if q is None and k is None:
+        return None
+    return BlockSizes(q=q or k, k=k or q)
+
+
+def _report_fallback(reason: str) -> None:
+    if reason not in _reported_fallbacks:
+        _reported_fallbacks.add(reason)
+        logger.warning("pallas_flash falls back to vanilla attention (kernels.on_unsupported: fallback): %s", reason)

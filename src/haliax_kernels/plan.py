@@ -1,0 +1,301 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The plan of a call: everything decided before anything runs. Plain frozen data; `planner.py` makes it."""
+
+import math
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, PartitionSpec
+
+from haliax_kernels.errors import NamedKernelError
+from haliax_kernels.mesh import MeshAxes, MeshContext
+from haliax_kernels.policies import Gather, Policy
+from haliax_kernels.signature import KernelSignature
+
+
+@dataclass(frozen=True)
+class AxisPlan:
+    """One axis of one array in one call.
+
+    Attributes:
+        name: the array axis.
+        core: the core axis it is bound to, or None for a loop axis, or for an axis of an array without a place.
+        loop: whether it is a loop axis.
+        size: the global size.
+        mesh_axes: the mesh axes that shard it on entry (on exit for an output), the major one first.
+        shards: the number of shards.
+        policy: the core axis' policy; None for a loop axis.
+        origin: where the sharding came from.
+    """
+
+    name: str
+    core: str | None
+    loop: bool
+    size: int
+    mesh_axes: MeshAxes = ()
+    shards: int = 1
+    policy: Policy | None = None
+    origin: str = ""
+
+    @property
+    def local_size(self) -> int:
+        """Size on one device, before any gather."""
+        return self.size // self.shards
+
+    @property
+    def gathered(self) -> bool:
+        return isinstance(self.policy, Gather) and self.shards > 1
+
+    @property
+    def kernel_size(self) -> int:
+        """Size that the kernel sees."""
+        return self.size if self.gathered else self.local_size
+
+    @property
+    def kernel_mesh_axes(self) -> MeshAxes:
+        """The mesh axes over which the kernel's own view of this axis varies."""
+        return () if self.gathered else self.mesh_axes
+
+    @property
+    def identity(self) -> tuple[str, str]:
+        """What makes two axes of two arrays the same axis: the core axis, or the loop axis' name."""
+        return ("core", self.core) if self.core is not None else ("loop", self.name)
+
+
+@dataclass(frozen=True)
+class InputPlan:
+    """One array argument.
+
+    Attributes:
+        label: how messages name it.
+        place: index of its spec in the signature, or None.
+        named: whether it is a NamedArray.
+        axes: its axes in its own order; empty for a replicated plain array.
+        shape: its global shape.
+        dtype: its dtype.
+        reshard: whether its type on an Explicit mesh differs from `spec`, so that it is resharded on entry.
+        fold: the mesh axes whose index is folded into a PRNG key.
+        grad_sum: the mesh axes over which shards hold different parts of its gradient, so that these are added up.
+    """
+
+    label: str
+    place: int | None
+    named: bool
+    axes: tuple[AxisPlan, ...]
+    shape: tuple[int, ...]
+    dtype: Any
+    reshard: bool = False
+    fold: MeshAxes = ()
+    grad_sum: MeshAxes = ()
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*(a.mesh_axes or None for a in self.axes))
+
+    @property
+    def differentiable(self) -> bool:
+        return jax.numpy.issubdtype(self.dtype, jax.numpy.inexact)
+
+    @property
+    def local_bytes(self) -> int:
+        if not self.axes:
+            return math.prod(self.shape) * _itemsize(self.dtype)
+        return math.prod(a.local_size for a in self.axes) * _itemsize(self.dtype)
+
+    @property
+    def kernel_bytes(self) -> int:
+        if not self.axes:
+            return self.local_bytes
+        return math.prod(a.kernel_size for a in self.axes) * _itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class OutputPlan:
+    """One output.
+
+    Attributes:
+        axes: its axes: loop axes in order of first appearance, then the core axes. Size -1: known once the kernel is traced.
+        psum: the mesh axes over which the shards' outputs are added up (`Sum`).
+        slices: per axis, the mesh axes by which the gathered, whole axis is cut to the local shard again.
+        once: the mesh axes over which every shard holds the same output while others are cut; its cotangent counts once.
+        dtype: its dtype; None until the kernel is traced.
+    """
+
+    axes: tuple[AxisPlan, ...]
+    psum: MeshAxes = ()
+    slices: tuple[MeshAxes, ...] = ()
+    once: MeshAxes = ()
+    dtype: Any = None
+
+    @property
+    def spec(self) -> PartitionSpec:
+        return PartitionSpec(*(a.mesh_axes or None for a in self.axes))
+
+    @property
+    def local_bytes(self) -> int | None:
+        if self.dtype is None or any(a.size < 0 for a in self.axes):
+            return None
+        return math.prod(a.local_size for a in self.axes) * _itemsize(self.dtype)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """One collective of the compiled program.
+
+    Attributes:
+        kind: `all-gather`, `reduce-scatter` or `all-reduce`.
+        phase: `forward` or `backward`.
+        mesh_axes: the mesh axes it runs over.
+        what: the argument or output it serves.
+        bytes_per_device: bytes of its result on one device; None for an output whose size is not known yet.
+    """
+
+    kind: str
+    phase: str
+    mesh_axes: MeshAxes
+    what: str
+    bytes_per_device: int | None
+
+
+@dataclass(frozen=True)
+class KernelPlan:
+    """Everything decided before a kernel runs; `print` it to see a table.
+
+    Attributes:
+        kernel: the kernel's name.
+        signature: its signature.
+        mesh: the mesh, or None where the kernel is called directly.
+        bindings: the array axes that each core axis is bound to.
+        loop_axes: the loop axes in order of first appearance.
+        inputs: one plan per array argument.
+        outputs: one plan per output.
+        vmapped: the loop axes that are vmapped, outermost first.
+        leading: the loop axes that the kernel takes as leading dimensions.
+        collapse: whether `leading` is one single dimension.
+        refusals: why the call cannot run; empty if it can.
+        notes: what runs but may surprise, such as an idle mesh axis.
+    """
+
+    kernel: str
+    signature: KernelSignature
+    mesh: MeshContext | None
+    bindings: tuple[tuple[str, tuple[str, ...]], ...] = ()
+    loop_axes: tuple[str, ...] = ()
+    inputs: tuple[InputPlan, ...] = ()
+    outputs: tuple[OutputPlan, ...] = ()
+    vmapped: tuple[str, ...] = ()
+    leading: tuple[str, ...] = ()
+    collapse: bool = False
+    refusals: tuple[NamedKernelError, ...] = ()
+    notes: tuple[str, ...] = ()
+    reshards: tuple[str, ...] = field(default=())
+
+    @property
+    def sharded(self) -> bool:
+        """Whether the kernel runs under `shard_map` (else it is called directly)."""
+        return self.mesh is not None
+
+    @property
+    def concrete_mesh(self) -> Mesh | None:
+        return self.mesh.mesh if self.mesh is not None and isinstance(self.mesh.mesh, Mesh) else None
+
+    def bound(self, core: str) -> tuple[str, ...]:
+        """The array axes that a core axis is bound to."""
+        return dict(self.bindings)[core]
+
+    def raise_refusals(self) -> None:
+        """Raise the first refusal, with the others as notes."""
+        if not self.refusals:
+            return
+        first, *others = self.refusals
+        # A plan may be cached: a fresh exception each time keeps tracebacks and notes apart.
+        error = type(first)(*first.args)
+        for other in others:
+            error.add_note(f"also refused: {type(other).__name__}: {other}")
+        raise error
+
+    @property
+    def collectives(self) -> tuple[Collective, ...]:
+        """The collectives of the call, and of its gradient with respect to every floating-point argument."""
+        return (*self._forward(), *self._backward()) if self.mesh is not None and not self.refusals else ()
+
+    def _several(self, mesh_axes: MeshAxes) -> MeshAxes:
+        sizes = dict(self.mesh.sizes) if self.mesh is not None else {}
+        return tuple(m for m in mesh_axes if sizes.get(m, 1) > 1)
+
+    def _forward(self) -> list[Collective]:
+        found = []
+        for x in self.inputs:
+            size = x.local_bytes
+            for a in x.axes:
+                if a.gathered:
+                    size *= a.shards
+                    found.append(Collective("all-gather", "forward", self._several(a.mesh_axes), x.label, size))
+        for i, out in enumerate(self.outputs):
+            if self._several(out.psum):
+                found.append(
+                    Collective("all-reduce", "forward", self._several(out.psum), f"output {i}", out.local_bytes)
+                )
+        return found
+
+    def _backward(self) -> list[Collective]:
+        found = []
+        for x in self.inputs:
+            if not x.differentiable:
+                continue
+            size, scattered = x.kernel_bytes, set()
+            for a in x.axes:
+                for mesh_axes, summed in gradient_steps(x, a) if a.gathered else ():
+                    scattered.update(mesh_axes)
+                    size //= math.prod(dict(self.mesh.sizes)[m] for m in mesh_axes) if self.mesh else 1
+                    if summed and self._several(mesh_axes):
+                        found.append(
+                            Collective("reduce-scatter", "backward", self._several(mesh_axes), f"d{x.label}", size)
+                        )
+            rest = self._several(tuple(m for m in x.grad_sum if m not in scattered))
+            if rest:
+                found.append(Collective("all-reduce", "backward", rest, f"d{x.label}", x.local_bytes))
+        return found
+
+    def with_outputs(self, shapes: tuple[jax.ShapeDtypeStruct, ...]) -> "KernelPlan":
+        """The plan with the sizes and dtypes of its outputs, which are `shapes` on one device, before any cut."""
+        outputs = tuple(
+            replace(
+                out,
+                dtype=s.dtype,
+                axes=tuple(
+                    replace(a, size=n if a.gathered else n * a.shards) for a, n in zip(out.axes, s.shape, strict=True)
+                ),
+            )
+            for out, s in zip(self.outputs, shapes, strict=True)
+        )
+        return replace(self, outputs=outputs)
+
+    def __str__(self) -> str:
+        from haliax_kernels.report import render_plan
+
+        return render_plan(self)
+
+
+def gradient_steps(x: InputPlan, axis: AxisPlan) -> list[tuple[MeshAxes, bool]]:
+    """How the gradient of a gathered axis becomes local again, the major mesh axis first.
+
+    Each step is (mesh axes, summed): a reduce-scatter where the shards hold different parts of the gradient, a plain local
+    slice where all of them computed the same one.
+    """
+    steps: list[tuple[MeshAxes, bool]] = []
+    for m in axis.mesh_axes:
+        summed = m in x.grad_sum
+        if steps and steps[-1][1] == summed:
+            steps[-1] = ((*steps[-1][0], m), summed)
+        else:
+            steps.append(((m,), summed))
+    return steps
+
+
+def _itemsize(dtype: Any) -> int:
+    return getattr(dtype, "itemsize", None) or np.dtype(dtype).itemsize

@@ -1,0 +1,90 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""What a kernel tolerates when one of its core axes is sharded."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from haliax_kernels.errors import PolicyError
+from haliax_kernels.signature import KernelSignature
+
+
+@dataclass(frozen=True)
+class Policy:
+    """Base of the axis policies; use one of its subclasses."""
+
+    def __str__(self) -> str:
+        return type(self).__name__
+
+
+@dataclass(frozen=True)
+class Local(Policy):
+    """The kernel needs the whole axis on every device. The default: a sharded axis is refused (`ShardedAxisError`)."""
+
+
+@dataclass(frozen=True)
+class Parallel(Policy):
+    """The kernel treats each index of the axis by itself, so any sharding of it is fine.
+
+    Every output must have the axis. That the kernel really keeps its indices apart cannot be seen from outside: a
+    `Parallel` on an axis that the kernel mixes gives wrong numbers.
+    """
+
+
+@dataclass(frozen=True)
+class Gather(Policy):
+    """The kernel needs the whole axis, and it may be brought together for it.
+
+    Forward, an all-gather before the kernel. Backward, a reduce-scatter of the cotangent where the shards did different
+    work, and a local slice where all did the same. An output that has the axis comes back sharded as the input was.
+    """
+
+
+@dataclass(frozen=True)
+class Sum(Policy):
+    """The kernel sums over the axis: each shard sums its part, and outputs that lack the axis are added up (psum).
+
+    The kernel must be additive over the axis: the sum of its outputs on the parts is its output on the whole. Its own
+    backward receives the cotangent of the total and returns the gradient of its own shard; it must not psum anything.
+    """
+
+
+def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, kernel: str) -> dict[str, Policy]:
+    """Complete `policies` with `Local` and refuse those that cannot be.
+
+    Raises:
+        PolicyError: an axis that the signature lacks, something that is no policy, `Parallel` on an axis that some output
+            lacks, `Sum` on an axis that every output has, or a policy on an axis that no input has.
+    """
+    for axis, policy in policies.items():
+        if axis not in signature.core_axes:
+            raise PolicyError(
+                f"kernel {kernel!r}: policies= names axis {axis!r}, which is not in its signature \"{signature}\" "
+                f"(its core axes are {', '.join(signature.core_axes) or 'none'})."
+            )
+        if not isinstance(policy, Policy):
+            hint = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
+            raise PolicyError(
+                f"kernel {kernel!r}: the policy of axis {axis!r} is {policy!r}, which is none of Local(), Parallel(), "
+                f"Gather(), Sum(){hint}."
+            )
+        if isinstance(policy, Local):
+            continue
+        if axis not in signature.input_axes:
+            raise PolicyError(
+                f"kernel {kernel!r}: axis {axis!r} is {policy}(), but no argument of \"{signature}\" has it, so it is never "
+                "sharded. Drop the policy."
+            )
+        lacking = [i for i, out in enumerate(signature.outputs) if axis not in out.axes]
+        if isinstance(policy, Parallel) and lacking:
+            raise PolicyError(
+                f"kernel {kernel!r}: axis {axis!r} is Parallel(), but output {lacking[0]} of \"{signature}\" lacks it: what "
+                "would each shard's result be? Use Sum() where the kernel sums over it, Gather() where it needs it whole."
+            )
+        if isinstance(policy, Sum) and not lacking:
+            raise PolicyError(
+                f"kernel {kernel!r}: axis {axis!r} is Sum(), but every output of \"{signature}\" still has it, so nothing is "
+                "summed over it. Use Parallel() where indices are independent, Gather() where the axis is needed whole."
+            )
+    return {axis: policies.get(axis, Local()) for axis in signature.core_axes}

@@ -1,0 +1,80 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Print a plan as a table."""
+
+from collections.abc import Iterable
+
+from haliax_kernels.errors import bytes_text
+from haliax_kernels.plan import AxisPlan, KernelPlan
+
+
+def render_plan(plan: KernelPlan) -> str:
+    """The text of `print(plan)`."""
+    lines = [f'kernel {plan.kernel!r}: "{plan.signature}"', f"mesh: {_mesh(plan)}"]
+    if plan.loop_axes:
+        how = []
+        if plan.vmapped:
+            how.append(f"vmapped: {', '.join(plan.vmapped)}")
+        if plan.leading:
+            kind = "one leading dimension" if plan.collapse else "leading dimensions"
+            how.append(f"{kind} of the kernel: {', '.join(plan.leading)}")
+        lines.append(f"loop axes {'; '.join(how)}")
+    rows = [("argument", "axis", "core axis", "global", "on a device", "kernel sees", "mesh axes", "policy", "sharding")]
+    for x in plan.inputs:
+        rows += _rows(x.label, x.axes) or [(x.label, "-", "-", str(x.shape), str(x.shape), str(x.shape), "-", "-", "whole")]
+    for i, out in enumerate(plan.outputs):
+        rows += _rows(f"output {i}", out.axes) or [(f"output {i}", "-", "-", "()", "()", "()", "-", "-", "")]
+    lines += ["", *_table(rows)]
+    if plan.mesh is not None and not plan.refusals:
+        lines += ["", "collectives (bytes of the result on one device):"]
+        found = [
+            (c.phase, c.kind, f"over {', '.join(c.mesh_axes)}", f"of {c.what}", _bytes(c.bytes_per_device))
+            for c in plan.collectives
+        ]
+        lines += [f"  {row}" for row in _table(found)] if found else ["  none, forward and backward"]
+    for title, texts in (("reshards", plan.reshards), ("notes", plan.notes)):
+        if texts:
+            lines += ["", f"{title}:", *(f"  {t}" for t in texts)]
+    if plan.refusals:
+        lines += ["", f"REFUSED, for {len(plan.refusals)} reason{'s' if len(plan.refusals) > 1 else ''}:"]
+        for error in plan.refusals:
+            lines += [f"  {line}" for line in f"{type(error).__name__}: {error}".splitlines()]
+    return "\n".join(lines)
+
+
+def _mesh(plan: KernelPlan) -> str:
+    if plan.mesh is None:
+        return "none; the kernel is called directly"
+    sizes = " x ".join(f"{name} {size}" for name, size in plan.mesh.sizes)
+    return f"{sizes}, from {plan.mesh.source}"
+
+
+def _rows(label: str, axes: Iterable[AxisPlan]) -> list[tuple[str, ...]]:
+    rows = []
+    for a in axes:
+        known = a.size >= 0
+        rows.append(
+            (
+                label,
+                a.name,
+                a.core or ("(loop)" if a.loop else "(whole)"),
+                str(a.size) if known else "?",
+                str(a.local_size) if known else "?",
+                str(a.kernel_size) if known else "?",
+                "+".join(a.mesh_axes) or "-",
+                str(a.policy) if a.policy is not None else "-",
+                a.origin if a.mesh_axes else "",
+            )
+        )
+        label = ""
+    return rows
+
+
+def _table(rows: list[tuple[str, ...]]) -> list[str]:
+    widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
+    return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _bytes(n: int | None) -> str:
+    return "size known once the kernel is traced" if n is None else f"{n} B" + (f" ({bytes_text(n)})" if n >= 1000 else "")

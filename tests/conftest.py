@@ -1,0 +1,13 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Eight simulated CPU devices for every test; must run before anything imports jax."""
+
+import os
+
+os.environ["JAX_PLATFORMS"] = "cpu"
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["WANDB_MODE"] = "offline"
+_flag = "--xla_force_host_platform_device_count"
+if _flag not in os.environ.get("XLA_FLAGS", ""):
+    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}=8".strip()

@@ -1,0 +1,67 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Every Python block of the documentation runs, page by page, in order and in one namespace."""
+
+import pathlib
+import re
+
+import jax
+import pytest
+
+ROOT = pathlib.Path(__file__).parents[1]
+PAGES = sorted((ROOT / "docs").rglob("*.md"))
+BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
+TEXT_AFTER = re.compile(r"\s*```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
+
+
+def blocks(page, language):
+    """(line, text, what the page shows as its output or None) of each block of `language`."""
+    source = page.read_text()
+    for found in BLOCK.finditer(source):
+        if found[1] == language:
+            shown = TEXT_AFTER.match(source, found.end())
+            yield source.count("\n", 0, found.start()) + 1, found[2], shown and shown[1]
+
+
+def name(page):
+    return str(page.relative_to(ROOT / "docs"))
+
+
+def words(text):
+    return text.split()
+
+
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, id=name(page), marks=[pytest.mark.levanter] if "levanter" in name(page) else [])
+        for page in PAGES
+        if any(blocks(page, "python"))
+    ],
+)
+def test_python_blocks_run(page, capsys, monkeypatch, tmp_path):
+    if "levanter" in name(page):
+        pytest.importorskip("levanter")
+    if jax.device_count() < 8:
+        pytest.skip("the pages use eight devices")
+    monkeypatch.chdir(tmp_path)
+    namespace = {"__name__": "docs"}
+    for line, text, shown in blocks(page, "python"):
+        # The padding makes a traceback point at the line of the page.
+        exec(compile("\n" * line + text, str(page), "exec"), namespace)
+        printed = capsys.readouterr().out
+        if shown is not None:
+            assert words(printed) == words(shown), f"{name(page)}:{line} printed\n{printed}"
+
+
+def test_every_page_is_in_the_navigation():
+    listed = re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text())
+    assert sorted(listed) == [name(page) for page in PAGES]
+
+
+def test_fences_are_of_a_known_kind():
+    """A block that is meant to run and is not labelled python would go untested."""
+    for page in PAGES:
+        opened = [fence for fence in re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)][::2]
+        assert set(opened) <= {"python", "text", "yaml", "bash"}, (name(page), opened)
