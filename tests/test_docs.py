@@ -28,10 +28,6 @@ def name(page):
     return str(page.relative_to(ROOT / "docs"))
 
 
-def words(text):
-    return text.split()
-
-
 @pytest.mark.parametrize(
     "page",
     [
@@ -52,7 +48,7 @@ def test_python_blocks_run(page, capsys, monkeypatch, tmp_path):
         exec(compile("\n" * line + text, str(page), "exec"), namespace)
         printed = capsys.readouterr().out
         if shown is not None:
-            assert words(printed) == words(shown), f"{name(page)}:{line} printed\n{printed}"
+            assert printed.split() == shown.split(), f"{name(page)}:{line} printed\n{printed}"
 
 
 def test_every_page_is_in_the_navigation():
@@ -63,5 +59,17 @@ def test_every_page_is_in_the_navigation():
 def test_fences_are_of_a_known_kind():
     """A block that is meant to run and is not labelled python would go untested."""
     for page in PAGES:
-        opened = [fence for fence in re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)][::2]
+        opened = re.findall(r"^```(.*)$", page.read_text(), re.MULTILINE)[::2]
         assert set(opened) <= {"python", "text", "yaml", "bash"}, (name(page), opened)
+
+
+@pytest.mark.levanter
+def test_kernels_blocks_are_valid():
+    yaml = pytest.importorskip("yaml")
+    from haliax_kernels.levanter import KernelsConfig
+
+    shown = [yaml.safe_load(text) for page in PAGES for _, text, _ in blocks(page, "yaml")]
+    kernels = [config["kernels"] for config in shown if "kernels" in config]
+    assert kernels
+    for block in kernels:
+        KernelsConfig.from_mapping(block)

@@ -3,17 +3,27 @@
 
 """The one place that knows how JAX versions differ, and that reaches for what JAX has no public name for."""
 
-from collections.abc import Callable, Sequence
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import jax
-from jax.interpreters import pxla
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+with warnings.catch_warnings():
+    # Deprecated together with `with mesh:` itself; as long as that works, this is the only way to see it.
+    warnings.simplefilter("ignore", DeprecationWarning)
+    try:
+        from jax.interpreters.pxla import thread_resources as _thread_resources
+    except ImportError:
+        _thread_resources = None
 
 
 def legacy_mesh() -> Mesh | None:
-    """The mesh of an enclosing `with mesh:`, the older way of setting one; JAX has no public question for it."""
-    mesh = pxla.thread_resources.env.physical_mesh
+    """The mesh of an enclosing `with mesh:`, the older way of setting one."""
+    if _thread_resources is None:
+        return None
+    mesh = _thread_resources.env.physical_mesh
     return None if mesh.empty else mesh
 
 

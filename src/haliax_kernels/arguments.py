@@ -95,14 +95,16 @@ class ArgumentReader:
         self._kernel = kernel
         self._python = python
         self._positional: list[str] = []
+        self._variadic = "args"
         self._places: dict[str, int] = {}
         self._count = len(signature.inputs)
         self._by_position = signature.params is None
         if python is not None:
             kinds = (inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
             self._positional = [p.name for p in python.parameters.values() if p.kind in kinds]
-            variadic = any(p.kind == inspect.Parameter.VAR_POSITIONAL for p in python.parameters.values())
-            if self._by_position and len(self._positional) < self._count and not variadic:
+            rest = [p.name for p in python.parameters.values() if p.kind == inspect.Parameter.VAR_POSITIONAL]
+            self._variadic = rest[0] if rest else self._variadic
+            if self._by_position and len(self._positional) < self._count and not rest:
                 raise ArgumentError(
                     f"kernel {kernel!r}: its signature \"{signature}\" has {self._count} arguments, but the function "
                     f"{python} takes only {len(self._positional)} positional ones."
@@ -144,7 +146,7 @@ class ArgumentReader:
         return CallShape(tuple(infos), tuple(statics), tuple(trees)), arrays
 
     def _name(self, index: int) -> str:
-        return self._positional[index] if index < len(self._positional) else f"argument {index}"
+        return self._positional[index] if index < len(self._positional) else f"{self._variadic}[{index - len(self._positional)}]"
 
     def _place(self, index: int) -> int | None:
         if self._by_position:

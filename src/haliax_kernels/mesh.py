@@ -50,8 +50,12 @@ class MeshContext:
 
     @property
     def needs_shard_map(self) -> bool:
-        """False on one device and where every mesh axis is manual already: the kernel is then called directly."""
-        return bool(self.sizes) and math.prod(n for _, n in self.sizes + self.manual) > 1
+        """False on one device and where every mesh axis is manual already: the kernel is then called directly.
+
+        An Explicit mesh of one device still puts its axes into the arrays' types, which a kernel must not see.
+        """
+        devices = math.prod(n for _, n in self.sizes + self.manual)
+        return bool(self.sizes) and (devices > 1 or len(self.auto) < len(self.sizes))
 
 
 @dataclass(frozen=True)
