@@ -3,8 +3,8 @@
 
 """From a Pallas kernel that works on one device to the same kernel on a mesh, in one decorator.
 
-Run it with `python examples/linear_attention_thread.py`. It needs no accelerator: it simulates four devices on the CPU,
-runs the kernels in Pallas' interpret mode, and lowers them for TPU to show what a TPU program would do.
+Run it with `python examples/linear_attention_thread.py`. It needs no accelerator: it simulates four devices on the
+CPU, runs the kernels in Pallas' interpret mode, and lowers them for TPU to show what a TPU program would do.
 
   1. A linear attention written in Pallas, with its own backward, is right on one device.
   2. With the batch sharded, the bare call cannot be lowered for TPU.
@@ -38,7 +38,7 @@ TILE = 128  # positions that one grid step works on
 EPSILON = 1e-6  # keeps the normaliser away from zero
 
 
-# --- The user's kernel. Nothing in this part knows of Haliax, meshes or sharding. --------------------------------------
+# --- The user's kernel. Nothing in this part knows of Haliax, meshes or sharding. ----------------------------
 
 
 def features(x):
@@ -166,7 +166,7 @@ def _linear_attention_backward(interpret, saved, d_out):
 linear_attention.defvjp(_linear_attention_forward, _linear_attention_backward)
 
 
-# --- The same kernel on NamedArrays and meshes: this is all there is to write. -----------------------------------------
+# --- The same kernel on NamedArrays and meshes: this is all there is to write. -------------------------------
 
 
 @named_kernel("position key, position key, position value -> position value")
@@ -174,7 +174,7 @@ def attend(q, k, v, *, interpret=False):
     return linear_attention(q, k, v, interpret)
 
 
-# --- The story. --------------------------------------------------------------------------------------------------------
+# --- The story. ----------------------------------------------------------------------------------------------
 
 
 def recurrence(q, k, v):
@@ -248,7 +248,7 @@ def main():
     query, key = (hax.random.normal(k, (Batch, Heads, Pos, Key)) for k in keys[:2])
     value, weights = (hax.random.normal(k, (Batch, Heads, Pos, Value)) for k in keys[2:])
     sharding = NamedSharding(mesh, PartitionSpec("data", "model"))
-    q, k, v, w = (jax.device_put(x.array, sharding) for x in (query, key, value, weights))
+    q, k, v = (jax.device_put(x.array, sharding) for x in (query, key, value))
 
     print("\n2. The bare kernel with batch and heads sharded over four devices, for TPU:")
     try:

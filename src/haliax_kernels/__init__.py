@@ -3,7 +3,27 @@
 
 """Run Pallas kernels on Haliax NamedArrays over device meshes: planned, checked, and never silently wrong."""
 
+from haliax_kernels.attention.block_sizes import BlockSizes as BlockSizes
+from haliax_kernels.attention.flash import flash_attention as flash_attention
+from haliax_kernels.attention.mask import AttentionMask as AttentionMask
+from haliax_kernels.errors import ArgumentError as ArgumentError
+from haliax_kernels.errors import AxisSizeError as AxisSizeError
+from haliax_kernels.errors import BindingError as BindingError
+from haliax_kernels.errors import InconsistentShardingError as InconsistentShardingError
+from haliax_kernels.errors import ManualAxisError as ManualAxisError
+from haliax_kernels.errors import MeshAxisConflictError as MeshAxisConflictError
+from haliax_kernels.errors import MissingShardingError as MissingShardingError
+from haliax_kernels.errors import MultipleOfError as MultipleOfError
 from haliax_kernels.errors import NamedKernelError as NamedKernelError
+from haliax_kernels.errors import NoImplementationError as NoImplementationError
+from haliax_kernels.errors import OutputError as OutputError
+from haliax_kernels.errors import PolicyError as PolicyError
+from haliax_kernels.errors import ShardedAxisError as ShardedAxisError
+from haliax_kernels.errors import SignatureError as SignatureError
+from haliax_kernels.errors import TransformError as TransformError
+from haliax_kernels.errors import UnevenShardingError as UnevenShardingError
+from haliax_kernels.errors import UnknownMeshAxisError as UnknownMeshAxisError
+from haliax_kernels.errors import UnsupportedOptionError as UnsupportedOptionError
 from haliax_kernels.kernel import NamedKernel as NamedKernel
 from haliax_kernels.kernel import named_kernel as named_kernel
 from haliax_kernels.plan import KernelPlan as KernelPlan

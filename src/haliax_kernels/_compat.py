@@ -68,3 +68,10 @@ def type_spec(x: Any) -> tuple[Any, PartitionSpec] | None:
     if sharding is None or sharding.mesh.empty:
         return None
     return sharding.mesh, sharding.spec
+
+
+def mesh_platform(mesh: Mesh | AbstractMesh | None) -> str | None:
+    """The platform of a mesh's devices, or None where it does not say."""
+    if isinstance(mesh, Mesh):
+        return mesh.devices.flat[0].platform
+    return getattr(getattr(mesh, "abstract_device", None), "platform", None)

@@ -74,6 +74,10 @@ class UnsupportedOptionError(NamedKernelError, NotImplementedError):
     """An option that the chosen implementation cannot honour."""
 
 
+class NoImplementationError(ExceptionGroup, UnsupportedOptionError):
+    """No implementation can run the call; holds one exception per implementation, each with its reasons."""
+
+
 def mesh_axes_text(mesh_axes: Sequence[str], sizes: dict[str, int]) -> str:
     """`mesh axis 'context' (4 devices)` or `mesh axes 'data' and 'model' (2 x 4 devices)`."""
     names = " and ".join(repr(m) for m in mesh_axes)

@@ -124,6 +124,17 @@ class NamedKernel:
         checked = check_policies(merged, self._spec.signature, self._spec.name)
         return NamedKernel(self._fn, replace(self._spec, policies=tuple(checked.items())), self._axes)
 
+    def with_remedies(self, remedies: Mapping[str, tuple[tuple[str, str], ...]]) -> "NamedKernel":
+        """The kernel with its own ways out where a core axis is sharded that it needs whole, instead of the general ones.
+
+        For operations that wrap a named kernel and do not hand its keywords on to their callers.
+
+        Args:
+            remedies: per core axis, (what it does, code); `{axis}` and `{mesh_axes}` stand for the array axis and the mesh
+                axes that shard it.
+        """
+        return NamedKernel(self._fn, replace(self._spec, remedies=tuple(remedies.items())), self._axes)
+
     def _read(
         self,
         args: tuple[Any, ...],

@@ -44,7 +44,7 @@ class KernelSpec:
         multiple_of: what local sizes must be multiples of.
         loop: `vmap`, or `collapse` for one single leading dimension.
         rng: `fold` folds the shard's index into PRNG keys, `replicated` leaves them alone.
-        remedies: further ways out for a refused core axis, as (what it does, code).
+        remedies: the ways out for a refused core axis instead of the general ones, as (what it does, code).
     """
 
     name: str
@@ -286,7 +286,10 @@ class _Planner:
         if core is None:
             ways.append(("or give the argument a place in the signature", f'"{signature}"'))
         elif core in dict(self.spec.remedies):
-            ways += dict(self.spec.remedies)[core]
+            mesh_axes = ", ".join(f'"{m}"' for m in a.mesh_axes)
+            ways = [
+                (what, code.format(axis=a.name, mesh_axes=mesh_axes)) for what, code in dict(self.spec.remedies)[core]
+            ]
         else:
             size = bytes_text(x.local_bytes * a.shards)
             ways.append(

@@ -36,9 +36,9 @@ def attention(
 ) -> tuple[Float[Array, "group q_pos value"], Float32[Array, "group q_pos"]]:
     """Attention of a group of query heads to one key/value head, in memory linear in the lengths.
 
-    `o = softmax(scale * q @ k.T, over the keys each query may see) @ v`, and `lse` the logsumexp of the same logits. Both
-    are differentiable and may stand in one loss. Products of 16-bit inputs are accumulated in float32, and the softmax is
-    float32. `jax.vmap` it over batch and key/value heads: what is not mapped is shared.
+    `o = softmax(scale * q @ k.T, over the keys each query may see) @ v`, and `lse` the logsumexp of the same logits.
+    Both are differentiable and may stand in one loss. Products of 16-bit inputs are accumulated in float32, and the
+    softmax is float32. `jax.vmap` it over batch and key/value heads: what is not mapped is shared.
 
     A query that sees no key has `o = 0` and `lse = -inf` and sends no gradient. A NaN in a key or query that is hidden
     from everything in its block stays there; one that something sees can spoil its block, as in dense attention.
@@ -98,7 +98,7 @@ class _Blocks:
         return _pad(x, axis, max(self.k_count, 1) * self.k, fill)
 
     def for_visible_k(self, i: Int[Array, ""], body: Callable[[Int[Array, ""], T, bool], T], init: T) -> T:
-        """Fold `body(j, state, masked)` over the key blocks that query block `i` sees, the ones that need no mask first.
+        """Fold `body(j, state, masked)` over the key blocks that query block `i` sees, those that need no mask first.
 
         The bounds depend on `i` alone, so that `jax.vmap` keeps them unbatched and hidden blocks cost nothing.
         """
@@ -238,18 +238,19 @@ def _attention_bwd(blocks: _Blocks, scale: float, residuals, cotangents):
             k_j = lax.dynamic_slice_in_dim(k_padded, j * blocks.k, blocks.k)
             v_j = lax.dynamic_slice_in_dim(v_padded, j * blocks.k, blocks.k)
             visible_q = q_i
-            logits = _dot("gqd,kd->gqk", q_i, k_j) * scale
+            # Keys first: the two products summed over the group and the queries then need no transpose.
+            logits = _dot("kd,gqd->kgq", k_j, q_i) * scale
             if masked:
                 mask = blocks.mask(i, j, q_segment_ids, k_segment_ids)
-                logits = jnp.where(mask, logits, -jnp.inf)
+                logits = jnp.where(mask.T[:, None], logits, -jnp.inf)
                 if blocks.segmented:
                     k_j, v_j = _keep_rows(k_j, mask.any(0)), _keep_rows(v_j, mask.any(0))
                     visible_q = _keep_rows(q_i, mask.any(1))
-            p = jnp.exp(logits - lse_i[..., None])
-            ds = p * (_dot("gqd,kd->gqk", do_i, v_j) + offset_i[..., None])
-            dq_i = dq_i + _dot("gqk,kd->gqd", ds, k_j)
-            dk = _add_block(dk, _dot("gqk,gqd->kd", ds, visible_q), j * blocks.k)
-            dv = _add_block(dv, _dot("gqk,gqd->kd", p, do_i), j * blocks.k)
+            p = jnp.exp(logits - lse_i)
+            ds = p * (_dot("kd,gqd->kgq", v_j, do_i) + offset_i)
+            dq_i = dq_i + _dot("kgq,kd->gqd", ds, k_j)
+            dk = _add_block(dk, _dot("kgq,gqd->kd", ds, visible_q), j * blocks.k)
+            dv = _add_block(dv, _dot("kgq,gqd->kd", p, do_i), j * blocks.k)
             return dq_i, dk, dv
 
         dq, dk, dv = outputs

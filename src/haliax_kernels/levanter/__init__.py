@@ -1,5 +1,6 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
+
 """Levanter: `model.attn_backend: pallas_flash`, the `kernels:` block of a config, and the launcher.
 
 Importing this package imports neither Levanter nor Draccus, so that the launcher can set the platform first.

@@ -1,9 +1,11 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
+
 """Register `pallas_flash` with Levanter: the enum member, the dispatcher, and the ways the member is written down.
 
-Levanter has no registry of attention backends. A member added to `AttentionBackend` alone would be a trap, because the
-`match` in Levanter's dispatcher sends what it does not know to `jax_flash` in silence; so the dispatcher is hooked first.
+Levanter has no registry of attention backends. A member added to `AttentionBackend` alone would be a trap, because
+the `match` in Levanter's dispatcher sends what it does not know to `jax_flash` in silence; so the dispatcher is hooked
+first.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import copyreg
 import logging
 import sys
 from collections.abc import Callable
+from enum import Enum
 from types import ModuleType
 from typing import Any, Literal
 
@@ -43,7 +46,7 @@ def register() -> HookKind:
 
     Raises:
         RuntimeError: If this Levanter is not laid out in a way that can be hooked.
-        ImportError: If the old `haliax` or `levanter` distribution is installed, or no Levanter at all.
+        DistributionError: If the old `haliax` or `levanter` distribution is installed, or no Levanter at all.
     """
     global _hook
     if _hook is None:
@@ -108,9 +111,11 @@ def _add_member(enum: Any) -> None:
 
 
 def _register_codecs(enum: Any) -> None:
-    def encode(member: Any, declared_type: Any = None) -> str:
-        # Draccus leaves a StrEnum as it is, which YAML then writes as a Python object that cannot be read back.
-        return str(member.value)
+    def encode(value: str, declared_type: Any = None) -> str:
+        # Draccus leaves an enum of strings as it is, and YAML then writes a Python object that it cannot read back.
+        # This is for all such enums, because an encoder for `AttentionBackend` alone would not make a model's config
+        # readable: its activation function is another one.
+        return value.value if isinstance(value, Enum) else value
 
     def decode(raw: Any, path: Any = ()) -> Any:
         for member in enum:
@@ -121,7 +126,7 @@ def _register_codecs(enum: Any) -> None:
             path, f"unknown attention backend {raw!r};{nearest(str(raw), values)} there are: {', '.join(values)}"
         )
 
-    draccus.encode.register(enum, encode)
+    draccus.encode.register(str, encode, include_subclasses=True)
     draccus.decode.register(enum, decode)
     copyreg.pickle(enum, _reduce_member)
 

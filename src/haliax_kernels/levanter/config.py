@@ -1,5 +1,6 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
+
 """The `kernels:` block of a Levanter config: what it may say, and the options now in force."""
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class KernelsConfig:
         context_parallel: What to do when the sequence is sharded, as in `haliax_kernels.flash_attention`.
         implementation: The attention implementation to insist on; None takes the best one for the platform.
         block_q: Query block size; None leaves it to the model's `flash_attention_block_size`, then to the kernel.
-        block_k: Key block size, likewise.
+        block_k: Key block size, likewise. When only one of the two is given, it holds for both.
         on_unsupported: What to do when the model asks for something that the kernel cannot do. `error` stops;
             `fallback` runs Levanter's `vanilla` attention instead, with one warning per reason.
         default_backend: Makes an unset or `default` backend mean `pallas_flash`. Whisper needs it, together with
@@ -79,8 +80,9 @@ class KernelsConfig:
             raise KernelsConfigError(f"kernels: expected a mapping with keys {', '.join(keys)}; got {block!r}.")
         for key in block:
             if key not in keys:
-                raise KernelsConfigError(f"kernels.{key}: unknown key;{nearest(str(key), keys)} allowed: "
-                                         f"{', '.join(keys)}.")
+                raise KernelsConfigError(
+                    f"kernels.{key}: unknown key;{nearest(str(key), keys)} allowed: {', '.join(keys)}."
+                )
         return cls(**block)
 
 
@@ -102,7 +104,7 @@ _current = KernelsConfig()
 
 
 def current_options() -> KernelsConfig:
-    """The options in force. They are read while tracing: a function already compiled keeps those it was traced with."""
+    """The options in force, read while tracing: a function already compiled keeps those it was traced with."""
     return _current
 
 

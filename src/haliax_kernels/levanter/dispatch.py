@@ -1,6 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
-"""Levanter's `dot_product_attention` with one more backend: `pallas_flash` goes to `haliax_kernels.flash_attention`."""
+
+"""Levanter's `dot_product_attention` with one more backend: `pallas_flash`, our `flash_attention`."""
 
 from __future__ import annotations
 
@@ -23,8 +24,8 @@ logger = logging.getLogger(__name__)
 
 BACKEND_VALUE = "pallas_flash"
 
-# The arguments of Levanter's function that this module knows the meaning of. Without one of the required ones it cannot
-# do its work; an argument beyond these, in a later Levanter, is refused once it is used.
+# The arguments of Levanter's function that this module knows the meaning of. Without one of the required ones it
+# cannot do its work; an argument beyond these, in a later Levanter, is refused once it is used.
 _REQUIRED = frozenset({
     "QPos", "KPos", "Key", "query", "key", "value", "mask", "bias", "attention_dtype", "precision", "use_flash",
     "attn_backend", "flash_block_size", "dropout", "scaling_factor", "logits_soft_cap", "inference", "prng",
@@ -33,7 +34,7 @@ _KNOWN = _REQUIRED | {"attn_sink"}
 
 _DEFAULT_PRECISIONS = (None, "default", jax.lax.Precision.DEFAULT)
 
-_reported_fallbacks: set[str] = set()
+_logged: set[str] = set()
 
 
 def make_dispatcher(original: Callable[..., NamedArray]) -> Callable[..., NamedArray]:
@@ -62,7 +63,10 @@ def make_dispatcher(original: Callable[..., NamedArray]) -> Callable[..., NamedA
         except UnsupportedOptionError as error:
             if current_options().on_unsupported == "error":
                 raise
-            _report_fallback(str(error))
+            _log_once(
+                logging.WARNING,
+                f"{BACKEND_VALUE} falls back to vanilla attention (kernels.on_unsupported: fallback): {error}",
+            )
         return original(**{**call, "attn_backend": "vanilla", "use_flash": None})
 
     return dot_product_attention
@@ -96,7 +100,6 @@ def _flash(call: dict[str, Any]) -> NamedArray:
     if call["attention_dtype"] is not None:
         query, key, value = (array.astype(call["attention_dtype"]) for array in (query, key, value))
     options = current_options()
-    logger.debug("pallas_flash: query %s, key %s", query.axes, key.axes)
     out = haliax_kernels.flash_attention(
         call["QPos"],
         call["KPos"],
@@ -115,6 +118,7 @@ def _flash(call: dict[str, Any]) -> NamedArray:
         implementation=options.implementation,
         block_sizes=_block_sizes(call["flash_block_size"]),
     )
+    _log_once(logging.INFO, f"{BACKEND_VALUE} runs attention: query {query.shape}, key {key.shape}, {query.dtype}")
     return out.astype(out_dtype)
 
 
@@ -135,7 +139,8 @@ def _block_sizes(flash_block_size: int | None) -> BlockSizes | None:
     return BlockSizes(q=q or k, k=k or q)
 
 
-def _report_fallback(reason: str) -> None:
-    if reason not in _reported_fallbacks:
-        _reported_fallbacks.add(reason)
-        logger.warning("pallas_flash falls back to vanilla attention (kernels.on_unsupported: fallback): %s", reason)
+def _log_once(level: int, message: str) -> None:
+    """Logs what a trace found out; a model traces the same attention many times."""
+    if message not in _logged:
+        _logged.add(message)
+        logger.log(level, message)

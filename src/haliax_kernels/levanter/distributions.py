@@ -1,5 +1,6 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
+
 """Refuse the old `haliax` and `levanter` distributions, which overwrite the import names of the maintained ones."""
 
 from __future__ import annotations
@@ -9,23 +10,27 @@ from importlib import metadata
 _MAINTAINED = {"haliax": "marin-haliax", "levanter": "marin-levanter"}
 
 
+class DistributionError(ImportError):
+    """Levanter is missing, or installed from a distribution that is no longer maintained."""
+
+
 def check_distributions() -> None:
     """Checks that `levanter` and `haliax` can only come from the maintained distributions.
 
     Raises:
-        ImportError: If an old distribution is installed, or `marin-levanter` is not.
+        DistributionError: If an old distribution is installed, or `marin-levanter` is not.
     """
     old = {name: version for name in _MAINTAINED if (version := _version(name)) is not None}
     if old:
         found = ", ".join(f"{name} {version}" for name, version in old.items())
         wanted = ", ".join(_MAINTAINED[name] for name in old)
-        raise ImportError(
+        raise DistributionError(
             f"found the old distribution {found}, which shares its import name with {wanted}: which of the two is "
             f"imported is chance. Repair it with: pip uninstall -y {' '.join(old)} && "
             f"pip install --force-reinstall --no-deps {' '.join(_MAINTAINED[name] for name in old)}"
         )
     if _version("marin-levanter") is None:
-        raise ImportError("Levanter is not installed. Install it with: pip install 'haliax-kernels[levanter]'")
+        raise DistributionError("Levanter is not installed. Install it with: pip install 'haliax-kernels[levanter]'")
 
 
 def _version(distribution: str) -> str | None:

@@ -1,0 +1,149 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The implementations of attention, and the choice among them."""
+
+import functools
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import jax
+
+from haliax_kernels import _compat
+from haliax_kernels.attention.block_sizes import BlockSizes
+from haliax_kernels.errors import ArgumentError, NoImplementationError, UnsupportedOptionError
+from haliax_kernels.kernel import NamedKernel, named_kernel
+from haliax_kernels.policies import Parallel
+
+logger = logging.getLogger(__name__)
+
+INPUTS = "group q_pos key, k_pos key, k_pos value, q_pos, k_pos"
+_WHOLE = ("keep it whole in the axis mapping", '{{**mapping, "{axis}": None}}')
+_SEQUENCE = (_WHOLE, ("shard the batch or the heads instead", '{{**mapping, "{axis}": None, "batch": ("data", {mesh_axes})}}'))
+REMEDIES = {"q_pos": _SEQUENCE, "k_pos": _SEQUENCE, "key": (_WHOLE,), "value": (_WHOLE,)}
+
+
+@dataclass(frozen=True)
+class Request:
+    """What a call of `flash_attention` asks for, as far as the choice of an implementation depends on it.
+
+    Attributes:
+        platform: `cpu`, `gpu` or `tpu`.
+        options: the names of the options in use that not every implementation has to honour, such as `bias`.
+        dtype: the dtype of the products' operands.
+    """
+
+    platform: str
+    options: tuple[str, ...]
+    dtype: Any
+
+
+@dataclass(frozen=True)
+class Implementation:
+    """One implementation of the block contract.
+
+    Attributes:
+        name: what `implementation=` calls it.
+        platforms: where it runs; None for everywhere.
+        honours: the options it honours.
+        make: the local function; `make(return_lse)` imports what it needs.
+    """
+
+    name: str
+    platforms: frozenset[str] | None
+    honours: frozenset[str]
+    make: Callable[[bool], Callable[..., Any]] = field(compare=False)
+
+    def refusals(self, request: Request) -> list[str]:
+        """Why it cannot run the request; empty if it can."""
+        reasons = [f"it does not support {o}" for o in request.options if o not in self.honours]
+        if self.platforms is not None and request.platform not in self.platforms:
+            reasons.insert(0, f"it needs a {' or '.join(sorted(self.platforms))}, and this call runs on {request.platform}")
+        return reasons
+
+
+def _make_xla(return_lse: bool) -> Callable[..., Any]:
+    from haliax_kernels.attention import xla
+
+    def flash_attention(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        q_segment_ids: jax.Array | None = None,
+        k_segment_ids: jax.Array | None = None,
+        *,
+        causal: bool,
+        scale: float,
+        block_sizes: BlockSizes | None,
+    ) -> Any:
+        both = xla.attention(q, k, v, q_segment_ids, k_segment_ids, causal=causal, scale=scale, block_sizes=block_sizes)
+        return both if return_lse else both[0]
+
+    return flash_attention
+
+
+def _make_splash(return_lse: bool) -> Callable[..., Any]:
+    from haliax_kernels.attention import splash
+
+    return splash.attention
+
+
+IMPLEMENTATIONS = (
+    Implementation("splash", frozenset({"tpu"}), frozenset(), _make_splash),
+    Implementation("xla", None, frozenset({"return_lse"}), _make_xla),
+)
+
+
+def choose(request: Request, forced: str | None) -> Implementation:
+    """The implementation for a request: the forced one, or the first that honours everything.
+
+    Raises:
+        ArgumentError: an unknown name.
+        UnsupportedOptionError: the forced one cannot honour the request; the message names the option.
+        NoImplementationError: none can; holds every reason.
+    """
+    if forced is not None:
+        found = next((i for i in IMPLEMENTATIONS if i.name == forced), None)
+        if found is None:
+            raise ArgumentError(
+                f"flash_attention: implementation={forced!r} is none of "
+                f"{', '.join(repr(i.name) for i in IMPLEMENTATIONS)}, or None for the best on the platform."
+            )
+        reasons = found.refusals(request)
+        if reasons:
+            raise UnsupportedOptionError(_reason(found, reasons) + " Leave implementation= out for an automatic choice.")
+        return found
+    refused: list[Exception] = []
+    for candidate in IMPLEMENTATIONS:
+        reasons = candidate.refusals(request)
+        if not reasons:
+            if request.platform in (IMPLEMENTATIONS[0].platforms or ()) and refused:
+                _log_once(f"{refused[-1]} Taking {candidate.name!r} instead.")
+            return candidate
+        refused.append(UnsupportedOptionError(_reason(candidate, reasons)))
+    options = ", ".join(request.options)
+    raise NoImplementationError(f"flash_attention: no implementation supports {options} here", refused)
+
+
+def _reason(implementation: Implementation, reasons: list[str]) -> str:
+    return f"flash_attention: implementation {implementation.name!r} cannot run this call: {'; '.join(reasons)}."
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning(message)
+
+
+@functools.cache
+def kernel_of(implementation: Implementation, return_lse: bool) -> NamedKernel:
+    """The named kernel of an implementation."""
+    outputs = "group q_pos value" + (", group q_pos" if return_lse else "")
+    decorate = named_kernel(f"{INPUTS} -> {outputs}", policies={"group": Parallel()}, name="flash_attention")
+    return decorate(implementation.make(return_lse)).with_remedies(REMEDIES)
+
+
+def current_platform() -> str:
+    """The platform that a call in this context runs on: that of the context's mesh, else JAX's default backend."""
+    return _compat.mesh_platform(_compat.context_mesh() or _compat.legacy_mesh()) or jax.default_backend()

@@ -1,0 +1,173 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""`flash_attention`: the public operation, on NamedArrays and any mesh."""
+
+import math
+from typing import Any, Literal, overload
+
+import haliax
+import jax.numpy as jnp
+from haliax import AxisSelector, NamedArray
+from haliax.axis import axis_name
+
+from haliax_kernels.attention.backends import Request, choose, current_platform, kernel_of
+from haliax_kernels.attention.block_sizes import BlockSizes
+from haliax_kernels.attention.mask import read_mask
+from haliax_kernels.errors import ArgumentError, BindingError, UnsupportedOptionError
+
+ContextParallel = Literal["auto", "error"]
+
+
+@overload
+def flash_attention(
+    QPos: AxisSelector,
+    KPos: AxisSelector,
+    Key: AxisSelector,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: Any = None,
+    *,
+    bias: NamedArray | None = None,
+    dropout: float = 0.0,
+    prng: Any = None,
+    scaling_factor: float | None = None,
+    logits_soft_cap: float | None = None,
+    attn_sink: NamedArray | None = None,
+    context_parallel: ContextParallel = "auto",
+    implementation: str | None = None,
+    block_sizes: BlockSizes | None = None,
+    return_lse: Literal[False] = False,
+) -> NamedArray: ...
+
+
+@overload
+def flash_attention(
+    QPos: AxisSelector,
+    KPos: AxisSelector,
+    Key: AxisSelector,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: Any = None,
+    *,
+    bias: NamedArray | None = None,
+    dropout: float = 0.0,
+    prng: Any = None,
+    scaling_factor: float | None = None,
+    logits_soft_cap: float | None = None,
+    attn_sink: NamedArray | None = None,
+    context_parallel: ContextParallel = "auto",
+    implementation: str | None = None,
+    block_sizes: BlockSizes | None = None,
+    return_lse: Literal[True],
+) -> tuple[NamedArray, NamedArray]: ...
+
+
+def flash_attention(
+    QPos: AxisSelector,
+    KPos: AxisSelector,
+    Key: AxisSelector,
+    query: NamedArray,
+    key: NamedArray,
+    value: NamedArray,
+    mask: Any = None,
+    *,
+    bias: NamedArray | None = None,
+    dropout: float = 0.0,
+    prng: Any = None,
+    scaling_factor: float | None = None,
+    logits_soft_cap: float | None = None,
+    attn_sink: NamedArray | None = None,
+    context_parallel: ContextParallel = "auto",
+    implementation: str | None = None,
+    block_sizes: BlockSizes | None = None,
+    return_lse: bool = False,
+) -> NamedArray | tuple[NamedArray, NamedArray]:
+    """Attention in memory linear in the sequence length: `softmax(scale * q k^T + mask) v` (Dao et al. 2022, algorithm 1).
+
+    Any other axis is a loop axis: batch axes, heads. An axis of the query that key and value lack is a query group
+    (grouped-query attention): keys are neither copied nor read again for it. Batch, heads and groups may be sharded in any
+    way; the sequence and the head size must be whole on every device.
+
+    Args:
+        QPos: the query's position axis.
+        KPos: the key's position axis; its name differs from QPos'.
+        Key: the head axis that query and key share.
+        query: {QPos, Key, ...}; float32, bfloat16 or float16.
+        key: {KPos, Key, ...}.
+        value: {KPos, Value, ...}, where Value is Key itself, or the axes that only value has.
+        mask: None, an `AttentionMask`, or Levanter's; of Levanter's, causal masks and segment ids.
+        bias: not supported yet.
+        dropout: only 0.0 is supported yet.
+        prng: the key for dropout; unused without it.
+        scaling_factor: what the logits are multiplied by; 1/sqrt(Key size) by default.
+        logits_soft_cap: not supported yet.
+        attn_sink: not supported yet.
+        context_parallel: what to do when a position axis is sharded: `auto` and `error` both refuse it in this version.
+        implementation: `splash` (JAX's own kernel, on TPU), `xla` (blockwise, everywhere), or None for the best that
+            honours the arguments.
+        block_sizes: positions per block; by default what suits the platform.
+        return_lse: also return the logsumexp of the masked, scaled logits.
+
+    Returns:
+        {loop axes, group axes, QPos, Value} in query's dtype; with `return_lse` also {loop axes, group axes, QPos} in
+        float32. A query that sees no key gets zeros, and an lse of -inf.
+
+    Raises:
+        UnsupportedOptionError: an option that no implementation, or not the forced one, honours. Also a NotImplementedError.
+        ShardedAxisError: a position axis or the head size is sharded.
+        NamedKernelError: any other refusal of the plan.
+    """
+    q_pos, k_pos, head = axis_name(QPos), _single(KPos), axis_name(Key)
+    if q_pos == k_pos:
+        raise BindingError(f"flash_attention: QPos and KPos are both {q_pos!r}; rename the key's and value's position axis.")
+    if context_parallel not in ("auto", "error"):
+        raise UnsupportedOptionError(
+            f"flash_attention: context_parallel={context_parallel!r} is not supported yet; 'auto' and 'error' refuse a sharded "
+            "sequence."
+        )
+    parts = read_mask(mask, q_pos, k_pos)
+    options = {
+        "bias": bias is not None,
+        "dropout": dropout != 0.0,
+        "logits_soft_cap": logits_soft_cap is not None,
+        "attn_sink": attn_sink is not None,
+        "return_lse": return_lse,
+    }
+    used = tuple(name for name, on in options.items() if on) + tuple(parts.others)
+    dtype = jnp.result_type(query.dtype, key.dtype, value.dtype)
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise ArgumentError(f"flash_attention: query, key and value must be floating-point, but together are {dtype}.")
+    chosen = choose(Request(current_platform(), used, dtype), implementation)
+    ids = [x for x in (parts.q_segment_ids, parts.k_segment_ids) if x is not None]
+    shared = {a.name for x in (key, value, *ids) for a in x.axes}
+    group = tuple(a.name for a in query.axes if a.name not in shared and a.name not in (q_pos, head))
+    if head in (a.name for a in value.axes):
+        values: tuple[str, ...] = (head,)
+    else:
+        others = {a.name for x in (query, key) for a in x.axes}
+        values = tuple(a.name for a in value.axes if a.name not in others)
+    scale = scaling_factor if scaling_factor is not None else 1.0 / math.sqrt(query.axis_size(head))
+    result = kernel_of(chosen, return_lse)(
+        *(x.astype(dtype) for x in (query, key, value)),
+        parts.q_segment_ids,
+        parts.k_segment_ids,
+        causal=parts.is_causal,
+        scale=float(scale),
+        block_sizes=block_sizes,
+        axes={"group": group, "q_pos": q_pos, "k_pos": k_pos, "key": head, "value": values},
+    )
+    if return_lse:
+        return result[0].astype(query.dtype), result[1]
+    return result.astype(query.dtype)
+
+
+def _single(selection: Any) -> str:
+    if isinstance(selection, str | haliax.Axis):
+        return axis_name(selection)
+    names = [axis_name(a) for a in selection]
+    if len(names) != 1:
+        raise UnsupportedOptionError(f"flash_attention: KPos must be one axis, but is {names}.")
+    return names[0]
