@@ -8,6 +8,7 @@ out, the backward one runs its pullback and adds up only what different shards h
 around the kernel's own `custom_vjp` would instead sum every cotangent over every mesh axis that its spec does not name.
 """
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,14 +135,30 @@ class _Sharded:
         self.out_specs = tuple(out.spec for out in self.plan.outputs)
         self.everywhere = PartitionSpec(self.mesh.axis_names)
         self.moving = tuple(i for i, x in enumerate(self.plan.inputs) if x.differentiable)
-        # Three jitted pieces, so that repeated calls trace none of them again, in eager mode or inside one jit.
-        self._forward = jax.jit(self._map(self._forward_local, self.in_specs, self.out_specs))
-        self._forward_saving = jax.jit(
-            self._map(self._forward_saving_local, self.in_specs, (self.out_specs, self.everywhere))
-        )
-        self._backward = jax.jit(self._backward_global)
-        self._differentiable = jax.custom_vjp(lambda *xs: self._forward(*xs))
-        self._differentiable.defvjp(self._vjp_forward, self._vjp_backward)
+        self._traced = False
+
+    @functools.cached_property
+    def _forward(self) -> Callable[..., Arrays]:
+        return jax.jit(self._map(self._forward_local, self.in_specs, self.out_specs))
+
+    @functools.cached_property
+    def _once(self) -> Callable[..., Arrays]:
+        """For the first traced call: nothing is jitted, since that would be traced through one more layer."""
+        return self._differentiable(lambda f: f)
+
+    @functools.cached_property
+    def _again(self) -> Callable[..., Arrays]:
+        """For further ones: jitted pieces, which are traced once and then reused, in one jit or in many."""
+        return self._differentiable(jax.jit)
+
+    def _differentiable(self, wrap: Callable[..., Any]) -> Callable[..., Arrays]:
+        saving_specs = (self.out_specs, self.everywhere)
+        forward = wrap(self._map(self._forward_local, self.in_specs, self.out_specs))
+        forward_saving = wrap(self._map(self._forward_saving_local, self.in_specs, saving_specs))
+        backward = wrap(self._backward_global)
+        f = jax.custom_vjp(lambda *xs: forward(*xs))
+        f.defvjp(functools.partial(self._vjp_forward, forward_saving), functools.partial(self._vjp_backward, backward))
+        return f
 
     def _map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return _compat.shard_map(f, self.mesh.mesh, in_specs, out_specs)
@@ -150,8 +167,9 @@ class _Sharded:
         xs = tuple(self._pin(v, x.spec) if x.reshard else v for x, v in zip(self.plan.inputs, xs, strict=True))
         if not any(isinstance(v, jax.core.Tracer) for v in xs):
             return self._forward(*xs)
+        again, self._traced = self._traced, True
         try:
-            return self._differentiable(*xs)
+            return (self._again if again else self._once)(*xs)
         except TypeError as e:
             if "forward-mode" in str(e) and "custom_vjp" in str(e):
                 raise TransformError(
@@ -245,18 +263,20 @@ class _Sharded:
 
     # Backward
 
-    def _vjp_forward(self, *xs: jax.Array) -> tuple[Arrays, Any]:
-        outs, saved = self._forward_saving(*xs)
+    def _vjp_forward(self, forward_saving: Callable[..., Any], *xs: jax.Array) -> tuple[Arrays, Any]:
+        outs, saved = forward_saving(*xs)
         needed = [xs[i] for i in saved.aux.indices("input")]
         reused = [outs[j] for j in saved.aux.indices("output")]
         return outs, (needed, reused, saved)
 
-    def _vjp_backward(self, residuals: Any, cts: Arrays) -> tuple[jax.Array | None, ...]:
+    def _vjp_backward(
+        self, backward: Callable[..., Arrays], residuals: Any, cts: Arrays
+    ) -> tuple[jax.Array | None, ...]:
         real = [
             None if ct.dtype == jax.dtypes.float0 else self._pin(ct, out.spec)
             for ct, out in zip(cts, self.plan.outputs, strict=True)
         ]
-        grads = dict(zip(self.moving, self._backward(*residuals, real), strict=True))
+        grads = dict(zip(self.moving, backward(*residuals, real), strict=True))
         return tuple(grads.get(i) for i in range(len(self.plan.inputs)))
 
     def _backward_global(
