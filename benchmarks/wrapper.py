@@ -5,10 +5,10 @@
 
     python benchmarks/wrapper.py [--rounds 15] [--json FILE]
 
-Same kernel (full attention with its own backward, in Pallas), same mesh (8 simulated CPU devices: data 4 x model 2, batch and heads
-sharded), same run. Compared: instructions of the compiled program by kind, trace time of the forward and of the gradient
-(each traced anew, nothing cached), and the second eager call beside the bare jitted one. Times are medians over
-interleaved rounds, given as ratios; single times on a shared machine mean little.
+Same kernel (full attention with its own backward, in Pallas), same mesh (8 simulated CPU devices: data 4 x model 2,
+batch and heads sharded), same run. Compared: instructions of the compiled program by kind, trace time of the forward
+and of the gradient (each traced anew, nothing cached), and the second eager call beside the bare jitted one. Times
+are medians over interleaved rounds, given as ratios; single times on a shared machine mean little.
 """
 
 import argparse
@@ -30,10 +30,11 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.partitioning import shard_map as haliax_shard_map
-from haliax_kernels import named_kernel
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
+
+from haliax_kernels import named_kernel
 
 B, H, Pos, KPos, D = (
     Axis(n, s) for n, s in (("batch", 8), ("heads", 4), ("position", 64), ("key_position", 64), ("head_size", 32))
@@ -184,7 +185,8 @@ def main() -> None:
     for key, row in results.items():
         if isinstance(row, dict) and "trace_ms" in row:
             print(
-                f"{key:28}{row['trace_ms']:>7.1f} ms{row['trace_ratio']:>8.2f}{row['instructions']:>14}{row['copies']:>8}"
+                f"{key:28}{row['trace_ms']:>7.1f} "
+                f"ms{row['trace_ratio']:>8.2f}{row['instructions']:>14}{row['copies']:>8}"
                 f"  {row['collectives'] or 'none'}"
             )
     print("second eager call: " + ", ".join(f"{k} {v:.3f} ms" for k, v in results["second eager call"].items()))

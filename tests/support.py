@@ -24,7 +24,7 @@ def make_mesh(axis_type: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
 
 
 def collectives(hlo: str) -> dict[str, tuple[int, int]]:
-    """{kind: (how many results, bytes of them on one device)}; a combined collective counts once per array it carries."""
+    """{kind: (results, their bytes on one device)}; a combined collective counts once per array it carries."""
     counts: Counter[str] = Counter()
     sizes: Counter[str] = Counter()
     pattern = r"\s*(?:ROOT )?%?[\w.\-]+ = (.*?) (" + "|".join(COLLECTIVES) + r")(-start)?\("
@@ -59,7 +59,7 @@ def planned(plan: Any, *phases: str) -> dict[str, tuple[int, int]]:
 
 @jax.custom_vjp
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    """Full softmax attention on plain arrays, q (q_pos, key), k (k_pos, key), v (k_pos, value), with its own backward."""
+    """Softmax attention on plain arrays, q (q_pos, key), k (k_pos, key), v (k_pos, value), with its backward."""
     return _weights(q, k) @ v
 
 

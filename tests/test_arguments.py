@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
-from haliax_kernels import Gather, Parallel, named_kernel
 from jax.sharding import AxisType
 from jaxtyping import Array, Float
+
+from haliax_kernels import Gather, Parallel, named_kernel
 from support import make_mesh
 
 B, H, Pos, D = Axis("batch", 4), Axis("heads", 2), Axis("position", 8), Axis("embed", 6)
@@ -48,7 +49,9 @@ def test_static_arguments(everywhere):
 
     x = everywhere(X)
     np.testing.assert_allclose(f(x, 3, Mode.PLUS, jnp.sin).array, np.sin(X.array) + 3, rtol=1e-5)
-    np.testing.assert_allclose(f(x, 3, Mode.TIMES, fn=jnp.cos, flag=True, text="b").array, np.cos(X.array) * 3, rtol=1e-5)
+    np.testing.assert_allclose(
+        f(x, 3, Mode.TIMES, fn=jnp.cos, flag=True, text="b").array, np.cos(X.array) * 3, rtol=1e-5
+    )
 
 
 def test_none_in_a_place(everywhere):
@@ -65,8 +68,8 @@ def test_none_in_a_place(everywhere):
 def test_annotated_arguments_anywhere(everywhere):
     @named_kernel
     def f(
-        power: int, x: Float[Array, "embed"], *, bias: Float[Array, "embed"] | None = None
-    ) -> tuple[Float[Array, "embed"], Float[Array, ""]]:
+        power: int, x: Float[Array, " embed"], *, bias: Float[Array, " embed"] | None = None
+    ) -> tuple[Float[Array, " embed"], Float[Array, ""]]:
         y = x**power + (0 if bias is None else bias)
         return y, jnp.sum(y)
 
@@ -257,7 +260,15 @@ def test_plan_takes_shapes_only():
     plan = f.plan(x, axis_mapping={"pos": "data"}, mesh=make_mesh(data=4, model=2))
     assert [(c.kind, c.bytes_per_device) for c in plan.collectives] == [("all-gather", 128), ("reduce-scatter", 32)]
     text = str(plan)
-    for part in ("all-gather", "over data", "128 B", "Gather", "axis_mapping= argument", "batch", "'model' (2 devices) is idle"):
+    for part in (
+        "all-gather",
+        "over data",
+        "128 B",
+        "Gather",
+        "axis_mapping= argument",
+        "batch",
+        "'model' (2 devices) is idle",
+    ):
         assert part in text
     with pytest.raises(ValueError, match=r"\.plan\("):
         f(x)

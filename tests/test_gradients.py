@@ -9,11 +9,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+
 from haliax_kernels import Gather, Parallel, Sum, named_kernel
 from support import ATTENTION, BOTH_MESHES, attention, collectives, instructions, make_mesh, planned
 
 B, H, G, Pos, KPos, D = (
-    Axis(n, s) for n, s in (("batch", 4), ("kv_head", 2), ("group", 2), ("position", 8), ("key_position", 8), ("head_size", 4))
+    Axis(n, s)
+    for n, s in (("batch", 4), ("kv_head", 2), ("group", 2), ("position", 8), ("key_position", 8), ("head_size", 4))
 )
 AXES = {"q_pos": "position", "k_pos": "key_position", "key": "head_size", "value": "head_size"}
 attend = named_kernel(ATTENTION, policies={"q_pos": Parallel()})(attention).bind(**AXES)
@@ -54,7 +56,11 @@ CASES = [
     # signature, policies, kernel, mapping, arrays' axes
     ("rows inner, inner cols -> rows cols", {"inner": Sum()}, {"inner": "model"}),
     ("rows inner, inner cols -> rows cols", {"inner": Sum(), "rows": Parallel()}, {"inner": "model", "rows": "data"}),
-    ("rows inner, inner cols -> rows cols", {"inner": Gather(), "rows": Parallel()}, {"inner": "model", "rows": "data"}),
+    (
+        "rows inner, inner cols -> rows cols",
+        {"inner": Gather(), "rows": Parallel()},
+        {"inner": "model", "rows": "data"},
+    ),
     ("rows inner, inner cols -> rows cols", {"cols": Gather(), "rows": Parallel()}, {"cols": "data", "rows": "data"}),
     ("rows inner, inner cols -> rows cols", {"cols": Gather()}, {"cols": ("model", "data"), "batch": "data"}),
     ("rows inner, inner cols -> rows cols", {"cols": Parallel()}, {"cols": "model", "batch": "data"}),
@@ -88,7 +94,7 @@ def test_compiled_collectives_are_the_planned_ones(signature, policies, mapping,
 
 
 def test_no_division_by_an_idle_mesh_axis_of_three():
-    """bf16 gradients are the unsharded ones to the last bit where nothing is summed (no group axis that k and v lack)."""
+    """bf16 gradients are the unsharded ones to the last bit where nothing is summed (so: no group axis)."""
     q, k, v = inputs(jnp.bfloat16)
     args = (q["group", 0], k, v)
     ct = jax.random.normal(jax.random.key(7), (4, 2, 8, 4)).astype(jnp.bfloat16)

@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Where `haliax.partitioning.shard_map` and hand-written wrappers give wrong numbers or lose data: right here, or refused."""
+"""Where `haliax.partitioning.shard_map` and others are silently wrong or lose data: right here, or refused."""
 
 import haliax as hax
 import jax
@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 from haliax import Axis
 from haliax.partitioning import shard_map as haliax_shard_map
+
 from haliax_kernels import Gather, Sum, named_kernel
 from haliax_kernels.errors import ShardedAxisError
 from support import ATTENTION, BOTH_MESHES, attention, make_mesh
@@ -45,7 +46,10 @@ def test_work_along_a_sharded_axis(body, mesh):
 
 def test_attention_over_a_sharded_key_axis(mesh):
     attend = named_kernel(ATTENTION)(attention).bind(q_pos="position", k_pos="seq", key="embed", value="embed")
-    q, k = (hax.random.normal(jax.random.key(i), (B, p, Axis("embed", 8))) for i, p in enumerate((Axis("position", 8), Seq)))
+    q, k = (
+        hax.random.normal(jax.random.key(i), (B, p, Axis("embed", 8)))
+        for i, p in enumerate((Axis("position", 8), Seq))
+    )
     with pytest.raises(ShardedAxisError):
         attend(q, hax.shard(k), k)
     want = attend(q, k, k, axis_mapping={})
@@ -55,7 +59,9 @@ def test_attention_over_a_sharded_key_axis(mesh):
 
 def test_mapped_head_size(mesh):
     """Levanter's splash is wrong by 2.1 there."""
-    attend = named_kernel(ATTENTION)(attention).bind(q_pos="position", k_pos="key_position", key="embed", value="embed")
+    attend = named_kernel(ATTENTION)(attention).bind(
+        q_pos="position", k_pos="key_position", key="embed", value="embed"
+    )
     axes = [(B, Axis(p, 8), Axis("embed", 8)) for p in ("position", "key_position")]
     q, k = (hax.random.normal(jax.random.key(i), a) for i, a in enumerate(axes))
     with pytest.raises(ShardedAxisError, match="'embed'"):
@@ -63,7 +69,7 @@ def test_mapped_head_size(mesh):
 
 
 def test_dropped_psum(mesh):
-    """A reduction over a sharded axis: refused, or summed where the kernel is declared additive; never shard 0's number."""
+    """A reduction over a sharded axis: refused, or summed where declared additive; never shard 0's number."""
     x = hax.random.normal(jax.random.key(0), (B, Seq))
     total = named_kernel("seq -> ()")(jnp.sum)
     with pytest.raises(ShardedAxisError, match="Sum"):

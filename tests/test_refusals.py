@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Each mistake gives its own error while planning, and a message that names axis, argument, mesh axis, origin and remedy."""
+"""Each mistake gives its own error while planning; it names axis, argument, mesh axis, origin and remedy."""
 
 import haliax as hax
 import jax
@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
 from haliax_kernels import Gather, Parallel, Sum, named_kernel
 from haliax_kernels.errors import (
     ArgumentError,
@@ -27,7 +29,6 @@ from haliax_kernels.errors import (
     UnevenShardingError,
     UnknownMeshAxisError,
 )
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from support import ATTENTION, BOTH_MESHES, make_mesh
 
 B, Pos, KPos, D = Axis("batch", 4), Axis("position", 8), Axis("key_position", 8), Axis("head_size", 16)
@@ -107,10 +108,14 @@ def test_local_axis_already_manual():
         return attend.bind(**AXES)(q, k, v, axis_mapping={"key_position": "context"}).array
 
     spec = PartitionSpec(None, "context")
-    f = jax.shard_map(body, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=PartitionSpec(), check_vma=False)
+    f = jax.shard_map(
+        body, mesh=mesh, in_specs=(PartitionSpec(), spec, spec), out_specs=PartitionSpec(), check_vma=False
+    )
     with pytest.raises(ManualAxisError) as e:
         f(Q.array, K.array, V.array)
-    mentions(e, "'key_position'", "argument 'k'", "'context'", "4 devices", "axis_mapping= argument", "manual", "None}")
+    mentions(
+        e, "'key_position'", "argument 'k'", "'context'", "4 devices", "axis_mapping= argument", "manual", "None}"
+    )
 
 
 @pytest.mark.parametrize("policy", [Gather(), Sum()])
@@ -213,11 +218,20 @@ def test_two_sizes():
 
 
 def test_multiple_of_holds_locally():
-    kernel = named_kernel(ATTENTION, policies={"q_pos": Parallel()}, multiple_of={"q_pos": 4}, name="attend")(untouchable_attention)
+    kernel = named_kernel(ATTENTION, policies={"q_pos": Parallel()}, multiple_of={"q_pos": 4}, name="attend")(
+        untouchable_attention
+    )
     with jax.set_mesh(make_mesh(context=4)):
         refused(
             MultipleOfError,
-            *("'q_pos'", "'position'", "argument 'q'", "multiple of 4", "has 2", "8 over mesh axis 'context' (4 devices)"),
+            *(
+                "'q_pos'",
+                "'position'",
+                "argument 'q'",
+                "multiple of 4",
+                "has 2",
+                "8 over mesh axis 'context' (4 devices)",
+            ),
             *("axis_mapping= argument", 'Axis("position", 16)', "None}"),
             kernel=kernel.bind(**AXES),
             axis_mapping={"position": "context"},
@@ -318,7 +332,11 @@ def test_closed_over_tracer():
 
 def test_forward_mode():
     kernel = named_kernel("d -> d", name="sine")(jnp.sin).bind(d="head_size")
-    with jax.set_mesh(make_mesh(data=2)), hax.axis_mapping({"batch": "data"}), pytest.raises(TransformError, match="'sine'"):
+    with (
+        jax.set_mesh(make_mesh(data=2)),
+        hax.axis_mapping({"batch": "data"}),
+        pytest.raises(TransformError, match="'sine'"),
+    ):
         jax.jvp(lambda v: kernel(v).array, (V,), (V,))
 
 

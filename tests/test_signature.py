@@ -5,10 +5,11 @@ import functools
 
 import jax
 import pytest
+from jaxtyping import Array, Float, Int
+
 from haliax_kernels import named_kernel
 from haliax_kernels.errors import ArgumentError, SignatureError
 from haliax_kernels.signature import ArraySpec, parse_signature, signature_from_annotations
-from jaxtyping import Array, Float, Int
 
 
 def test_parse():
@@ -46,16 +47,18 @@ def test_refused_tokens_are_named(text, token):
     assert "attend" in str(e.value)
 
 
-@pytest.mark.parametrize("text", ["pos", "pos -> a -> b", "pos, -> pos", "pos -> ", "pos pos -> pos", "*b pos, pos -> *b pos"])
+@pytest.mark.parametrize(
+    "text", ["pos", "pos -> a -> b", "pos, -> pos", "pos -> ", "pos pos -> pos", "*b pos, pos -> *b pos"]
+)
 def test_refused_forms(text):
     with pytest.raises(SignatureError):
         parse_signature(text)
 
 
 def test_annotations_through_wrappers():
-    def f(q: Float[Array, "pos key"], scale: float, ids: Int[Array, " pos"] | None = None) -> tuple[
-        Float[Array, "pos key"], Float[Array, ""]
-    ]:
+    def f(
+        q: Float[Array, "pos key"], scale: float, ids: Int[Array, " pos"] | None = None
+    ) -> tuple[Float[Array, "pos key"], Float[Array, ""]]:
         raise NotImplementedError
 
     wanted = "pos key, pos -> pos key, ()"

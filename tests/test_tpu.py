@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compiled for TPU topologies through libtpu: what fails bare runs under `named_kernel`, with the planned collectives."""
+"""Compiled for TPUs through libtpu: what fails bare runs under `named_kernel`, with the planned collectives."""
 
 import functools
 import importlib.util
@@ -16,7 +16,9 @@ import pytest
 pytestmark = [
     pytest.mark.tpu_compile,
     pytest.mark.slow,
-    pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'haliax-kernels[tpu]'"),
+    pytest.mark.skipif(
+        importlib.util.find_spec("libtpu") is None, reason="needs libtpu: pip install 'haliax-kernels[tpu]'"
+    ),
 ]
 TOPOLOGIES = ("v5e:2x2", "v6e:2x2", "v5p:2x2x1")
 MESHES = ("batch over 4", "batch 2 x heads 2", "batch over 2, 2 idle", "nothing sharded")
@@ -29,7 +31,11 @@ def results(topology: str) -> dict[str, dict]:
     program = pathlib.Path(__file__).with_name("tpu_program.py")
     environment = {k: v for k, v in os.environ.items() if k not in ("XLA_FLAGS", "JAX_PLATFORMS")}
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", str(program), topology], capture_output=True, text=True, env=environment, timeout=600
+        [sys.executable, "-W", "ignore", str(program), topology],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=600,
     )
     lines = [json.loads(line) for line in run.stdout.splitlines() if line.startswith("{")]
     assert run.returncode == 0 and lines, run.stderr[-4000:]

@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
-from haliax_kernels import Gather, Sum, named_kernel
 from jax.ad_checkpoint import checkpoint_name, print_saved_residuals
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
+
+from haliax_kernels import Gather, Sum, named_kernel
 from support import BOTH_MESHES, collectives, make_mesh
 
 B, D = Axis("batch", 8), Axis("embed", 6)
@@ -138,7 +139,7 @@ def test_explicit_mesh_with_a_disagreeing_mapping_reshards():
 
 @pytest.mark.parametrize("types", BOTH_MESHES)
 def test_scan_and_remat(types):
-    x, w = arrays()
+    x, _ = arrays()
     Layers = Axis("layers", 3)
     ws = hax.random.normal(jax.random.key(3), (Layers, D))
 
@@ -178,7 +179,7 @@ def test_checkpoint_name_policies(policy, saved, capsys):
 @pytest.mark.parametrize("how", ["jax.vmap", "hax.vmap", "hax.vmap of an unmapped axis"])
 def test_vmap(how):
     """Field case F28."""
-    x, w = arrays()
+    x, _ = arrays()
     N = Axis("layers", 3)
     ws = hax.random.normal(jax.random.key(3), (N, D))
     with jax.set_mesh(make_mesh(data=4, model=2)), hax.axis_mapping(MAPPING):
@@ -199,7 +200,9 @@ def test_vmap(how):
 def test_inside_a_shard_map_that_is_manual_over_some_axes():
     x, w = arrays()
     mesh = make_mesh(data=2, model=2, context=2)
-    kernel = named_kernel("embed, embed -> embed", policies={"embed": Gather()})(lambda x, w: jnp.sin(x) * w * jnp.sum(x))
+    kernel = named_kernel("embed, embed -> embed", policies={"embed": Gather()})(
+        lambda x, w: jnp.sin(x) * w * jnp.sum(x)
+    )
 
     def body(x, w):
         x, w = hax.named(x, (B.resize(4), D)), hax.named(w, D)
@@ -212,7 +215,9 @@ def test_inside_a_shard_map_that_is_manual_over_some_axes():
     out = jax.jit(f)(x.array, w.array)
     np.testing.assert_allclose(out, reference(np.float64(x.array), np.float64(w.array)), rtol=2e-5, atol=1e-5)
     g = jax.jit(jax.grad(lambda x, w: jnp.sum(f(x, w) ** 2), argnums=(0, 1)))(x.array, w.array)
-    want = jax.grad(lambda x, w: jnp.sum((jnp.sin(x) * w * x.sum(-1, keepdims=True)) ** 2), argnums=(0, 1))(x.array, w.array)
+    want = jax.grad(lambda x, w: jnp.sum((jnp.sin(x) * w * x.sum(-1, keepdims=True)) ** 2), argnums=(0, 1))(
+        x.array, w.array
+    )
     for a, b in zip(g, want, strict=True):
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=1e-4)
 

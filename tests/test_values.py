@@ -12,10 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
-from haliax_kernels import Gather, Parallel, Sum, named_kernel
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
 from jax.sharding import AxisType
+
+from haliax_kernels import Gather, Parallel, Sum, named_kernel
 from support import make_mesh
 
 NAMES = ["alpha", "b", "position", "x9", "heads", "Embed", "kv"]
@@ -149,7 +150,8 @@ def test_values_and_gradients(case: Case, number: int):
     rng = np.random.default_rng(number)
     dtype = jnp.dtype(case.dtype)
     x, w = (
-        hax.named(jnp.asarray(rng.normal(size=[a.size for a in axes]), dtype), axes) for axes in (case.x_axes, case.w_axes)
+        hax.named(jnp.asarray(rng.normal(size=[a.size for a in axes]), dtype), axes)
+        for axes in (case.x_axes, case.w_axes)
     )
     kernel = build(case)
     sizes = {a.name: a for a in [*case.x_axes, *case.w_axes]}

@@ -1,13 +1,15 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Compile a Pallas kernel for a TPU topology without a TPU: bare, and under `named_kernel`. Prints one JSON line a case.
+"""Compile a Pallas kernel for a TPU topology without a TPU: bare, and under `named_kernel`. Prints one JSON line a
+case.
 
     python tpu_program.py v5e:2x2
 
 A process of its own, since libtpu reads the environment when jax starts.
 """
 
+import functools
 import json
 import os
 import sys
@@ -27,11 +29,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from haliax_kernels import AttentionMask, Parallel, flash_attention, named_kernel
-from haliax_kernels.mesh import as_mesh_axes
 from jax.experimental import pallas as pl
 from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+
+from haliax_kernels import AttentionMask, Parallel, flash_attention, named_kernel
+from haliax_kernels.mesh import as_mesh_axes
 from support import ATTENTION, collectives, planned
 
 
@@ -89,9 +92,7 @@ CASES = {
 
 def abstract(axes, mesh, mapping, dtype=jnp.float32):
     spec = PartitionSpec(*(as_mesh_axes(mapping.get(a.name)) or None for a in axes))
-    return NamedArray(
-        jax.ShapeDtypeStruct([a.size for a in axes], dtype, sharding=NamedSharding(mesh, spec)), axes
-    )
+    return NamedArray(jax.ShapeDtypeStruct([a.size for a in axes], dtype, sharding=NamedSharding(mesh, spec)), axes)
 
 
 def compiled(f, *args):
@@ -105,57 +106,50 @@ def report(name, check):
         print(json.dumps({"case": name, "error": f"{type(e).__name__}: {e}"[:2000]}), flush=True)
 
 
+def run_case(name, sizes, mapping, attend, devices) -> None:
+    shape = tuple(sizes.values())
+    mesh = Mesh(np.array(devices[:4]).reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    args = [abstract(axes, mesh, mapping) for axes in ((B, H, G, Pos, D), (B, H, KPos, D), (B, H, KPos, D))]
+
+    def bare(q, k, v):
+        per_group = jax.vmap(pallas_attention, in_axes=(0, None, None))
+        return jax.vmap(jax.vmap(per_group))(q.array, k.array, v.array)
+
+    def forward(q, k, v):
+        return attend(q, k, v).array
+
+    def flash(q, k, v, ids):
+        return flash_attention(Pos, KPos, D, q, k, v, AttentionMask.causal(ids)).array
+
+    def gradient(f, q, k, v, *more):
+        # The cotangent is the output's own size and sharding: only the kernel communicates.
+        o, pullback = jax.vjp(lambda q, k, v: f(q, k, v, *more), q, k, v)
+        return pullback(o)
+
+    def check(f, args, wanted):
+        text = compiled(f, *args)
+        return {"found": collectives(text), "planned": wanted, "kernels": text.count("tpu_custom_call")}
+
+    with jax.set_mesh(mesh), hax.axis_mapping(mapping):
+        report(f"{name}: bare", lambda: {"hlo": bool(compiled(bare, *args))})
+        plan = attend.plan(*args)
+        both = planned(plan, "forward", "backward")
+        report(f"{name}: forward", lambda: check(forward, args, planned(plan, "forward")))
+        report(f"{name}: gradient", lambda: check(functools.partial(gradient, forward), args, both))
+        if "position" in mapping or "group" in mapping:
+            return
+        more = [abstract(x.axes, mesh, mapping, jnp.bfloat16) for x in args] + [
+            abstract((B, Pos), mesh, mapping, jnp.int32)
+        ]
+        report(f"{name}: flash forward", lambda: check(flash, more, {}))
+        report(f"{name}: flash gradient", lambda: check(functools.partial(gradient, flash), more, {}))
+
+
 def main() -> None:
     devices = topologies.get_topology_desc(topology_name=TOPOLOGY, platform="tpu").devices
     attend = named_kernel(ATTENTION, policies={"q_pos": Parallel()}, name="attend")(pallas_attention).bind(**AXES)
-
     for name, (sizes, mapping) in CASES.items():
-        mesh = Mesh(
-            np.array(devices[:4]).reshape(tuple(sizes.values())), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes)
-        )
-        args = [abstract(axes, mesh, mapping) for axes in ((B, H, G, Pos, D), (B, H, KPos, D), (B, H, KPos, D))]
-
-        def bare(q, k, v):
-            per_group = jax.vmap(pallas_attention, in_axes=(0, None, None))
-            return jax.vmap(jax.vmap(per_group))(q.array, k.array, v.array)
-
-        def forward(q, k, v):
-            return attend(q, k, v).array
-
-        def gradient(q, k, v):
-            # The cotangent is the output's own size and sharding: only the kernel communicates.
-            o, pullback = jax.vjp(forward, q, k, v)
-            return pullback(o)
-
-        with jax.set_mesh(mesh), hax.axis_mapping(mapping):
-            report(f"{name}: bare", lambda: {"hlo": bool(compiled(bare, *args))})
-            plan = attend.plan(*args)
-
-            def check(f, *phases):
-                text = compiled(f, *args)
-                return {"found": collectives(text), "planned": planned(plan, *phases), "kernels": text.count("tpu_custom_call")}
-
-            report(f"{name}: forward", lambda: check(forward, "forward"))
-            report(f"{name}: gradient", lambda: check(gradient, "forward", "backward"))
-            if "position" in mapping or "group" in mapping:
-                continue
-            ids = abstract((B, Pos), mesh, mapping, jnp.int32)
-            bf16 = [abstract(x.axes, mesh, mapping, jnp.bfloat16) for x in args]
-
-            def flash(q, k, v, ids):
-                return flash_attention(Pos, KPos, D, q, k, v, AttentionMask.causal(ids)).array
-
-            def flash_gradient(q, k, v, ids):
-                o, pullback = jax.vjp(lambda q, k, v: flash(q, k, v, ids), q, k, v)
-                return pullback(o)
-
-            for what, f in (("flash forward", flash), ("flash gradient", flash_gradient)):
-
-                def check_flash(f=f):
-                    text = compiled(f, *bf16, ids)
-                    return {"found": collectives(text), "planned": {}, "kernels": text.count("tpu_custom_call")}
-
-                report(f"{name}: {what}", check_flash)
+        run_case(name, sizes, mapping, attend, devices)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+from jax.core import Tracer as Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
 
 with warnings.catch_warnings():
@@ -43,9 +44,9 @@ def context_mesh() -> Mesh | AbstractMesh | None:
 
 def concrete_array(x: Any) -> jax.Array | None:
     """The concrete array behind `x`, also where eager `grad` wrapped it in a tracer; None where there is none."""
-    if isinstance(x, jax.core.Tracer):
+    if isinstance(x, Tracer):
         x = x.to_concrete_value()
-    return x if isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) else None
+    return x if isinstance(x, jax.Array) and not isinstance(x, Tracer) else None
 
 
 def shard_map(
@@ -53,8 +54,8 @@ def shard_map(
 ) -> Callable[..., Any]:
     """`jax.shard_map`, manual over every mesh axis, without `check_vma`.
 
-    The check cannot be used around Pallas kernels (interpret mode fails under it); the plan keeps the book of what varies
-    over which mesh axis instead. `mesh=None` takes the context's.
+    The check cannot be used around Pallas kernels (interpret mode fails under it); the plan keeps the book of what
+    varies over which mesh axis instead. `mesh=None` takes the context's.
     """
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 

@@ -91,7 +91,9 @@ class CallShape:
 class ArgumentReader:
     """Reads calls of one kernel: which parameter has which place in the signature."""
 
-    def __init__(self, fn: Callable[..., Any], kernel: str, signature: KernelSignature, python: inspect.Signature | None):
+    def __init__(
+        self, fn: Callable[..., Any], kernel: str, signature: KernelSignature, python: inspect.Signature | None
+    ):
         self._kernel = kernel
         self._python = python
         self._positional: list[str] = []
@@ -106,7 +108,7 @@ class ArgumentReader:
             self._variadic = rest[0] if rest else self._variadic
             if self._by_position and len(self._positional) < self._count and not rest:
                 raise ArgumentError(
-                    f"kernel {kernel!r}: its signature \"{signature}\" has {self._count} arguments, but the function "
+                    f'kernel {kernel!r}: its signature "{signature}" has {self._count} arguments, but the function '
                     f"{python} takes only {len(self._positional)} positional ones."
                 )
         names = signature.params if signature.params is not None else self._positional[: self._count]
@@ -146,7 +148,11 @@ class ArgumentReader:
         return CallShape(tuple(infos), tuple(statics), tuple(trees)), arrays
 
     def _name(self, index: int) -> str:
-        return self._positional[index] if index < len(self._positional) else f"{self._variadic}[{index - len(self._positional)}]"
+        return (
+            self._positional[index]
+            if index < len(self._positional)
+            else f"{self._variadic}[{index - len(self._positional)}]"
+        )
 
     def _place(self, index: int) -> int | None:
         if self._by_position:
@@ -172,8 +178,10 @@ class ArgumentReader:
             hash(value)
         except TypeError as e:
             raise ArgumentError(
-                f"kernel {self._kernel!r}: argument {label!r} is a {type(value).__name__}, which is neither an array nor "
-                "hashable. What is no array is static and becomes part of the compiled kernel: pass a hashable value (a "
+                f"kernel {self._kernel!r}: argument {label!r} is a {type(value).__name__}, which is neither an array "
+                "nor "
+                "hashable. What is no array is static and becomes part of the compiled kernel: pass a hashable value "
+                "(a "
                 "tuple, a frozen dataclass), or an array."
             ) from e
         return Static(type(value), value)

@@ -123,14 +123,17 @@ def _named_roles(
         for name in names[core]:
             if name in core_of:
                 raise BindingError(
-                    f"kernel {kernel!r}: core axes {core_of[name]!r} and {core!r} of argument {info.label!r} are both bound "
-                    f"to array axis {name!r}. Bind them to two axes with axes=, and rename one where they are the same."
+                    f"kernel {kernel!r}: core axes {core_of[name]!r} and {core!r} of argument {info.label!r} are "
+                    "both bound "
+                    f"to array axis {name!r}. Bind them to two axes with axes=, and rename one where they are the "
+                    "same."
                 )
             core_of[name] = core
             if name not in own:
                 near = difflib.get_close_matches(name, [n for n in own if n], 1)
                 raise BindingError(
-                    f"kernel {kernel!r}: argument {info.label!r} has no axis {name!r} for core axis {core!r}; its axes are "
+                    f"kernel {kernel!r}: argument {info.label!r} has no axis {name!r} for core axis {core!r}; its "
+                    "axes are "
                     f"({', '.join(f'{n} {s}' for n, s in info.axes)}). Say which one it is: "
                     f'axes={{"{core}": "{near[0] if near else "..."}"}}.'
                 )
@@ -142,7 +145,8 @@ def _positional_roles(
 ) -> tuple[tuple[str, str | None, bool], ...]:
     if len(info.axes) != len(spec):
         raise ArgumentError(
-            f"kernel {kernel!r}: argument {info.label!r} is a plain array of shape {tuple(n for _, n in info.axes)}, but its "
+            f"kernel {kernel!r}: argument {info.label!r} is a plain array of shape {tuple(n for _, n in info.axes)}, "
+            "but its "
             f"place in the signature has {len(spec)} core axes ({' '.join(spec) or 'none'}). A plain array is taken "
             "positionally and has no loop axes: name them with haliax.named(array, (...))."
         )
@@ -159,13 +163,15 @@ def _check_outputs(
     signature: KernelSignature, names: dict[str, tuple[str, ...]], loop_axes: dict[str, int], kernel: str
 ) -> None:
     for i, out in enumerate(signature.outputs):
-        seen = {name: "a loop axis" for name in loop_axes}
+        seen = dict.fromkeys(loop_axes, "a loop axis")
         for core in out.axes:
             for name in names[core]:
                 if name in seen:
                     raise BindingError(
-                        f"kernel {kernel!r}: output {i} would have axis {name!r} twice: as {core!r} and as {seen[name]}. "
-                        f'Rename one of the arguments\' axes, or bind {core!r} to another name: axes={{"{core}": "..."}}.'
+                        f"kernel {kernel!r}: output {i} would have axis {name!r} twice: as {core!r} and as "
+                        f"{seen[name]}. "
+                        f"Rename one of the arguments' axes, or bind {core!r} to another name: "
+                        f'axes={{"{core}": "..."}}.'
                     )
                 seen[name] = f"{core!r}"
 

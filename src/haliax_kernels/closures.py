@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 
+from haliax_kernels._compat import Tracer
 from haliax_kernels.errors import TransformError
 
 
@@ -20,9 +21,10 @@ def refuse_closed_over_tracers(fn: Callable[..., Any], kernel: str) -> None:
         TransformError: naming the variable.
     """
     for name, value in _held(fn):
-        if any(isinstance(leaf, jax.core.Tracer) for leaf in jax.tree_util.tree_leaves(value)):
+        if any(isinstance(leaf, Tracer) for leaf in jax.tree_util.tree_leaves(value)):
             raise TransformError(
-                f"kernel {kernel!r} closes over {name!r}, an array of the surrounding jit, grad or vmap: how it is sharded "
+                f"kernel {kernel!r} closes over {name!r}, an array of the surrounding jit, grad or vmap: how it is "
+                "sharded "
                 "cannot be seen, and its gradient would be lost.\n"
                 f"  - make it an argument:    give {name!r} a place in the signature and pass it in the call"
             )

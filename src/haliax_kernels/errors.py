@@ -35,7 +35,7 @@ class ShardedAxisError(NamedKernelError):
 
 
 class ManualAxisError(ShardedAxisError):
-    """An axis that the kernel needs whole is mapped to a mesh axis that an enclosing `shard_map` already made manual."""
+    """An axis that the kernel needs whole is mapped to a mesh axis that an enclosing `shard_map` made manual."""
 
 
 class UnevenShardingError(NamedKernelError):

@@ -5,7 +5,8 @@
 
 The gradient stands outside two `shard_map`s: the forward one runs `jax.vjp` of the local kernel and lets the residuals
 out, the backward one runs its pullback and adds up only what different shards hold different parts of. One `shard_map`
-around the kernel's own `custom_vjp` would instead sum every cotangent over every mesh axis that its spec does not name.
+around the kernel's own `custom_vjp` would instead sum every cotangent over every mesh axis that its spec does not
+name.
 """
 
 import functools
@@ -24,7 +25,6 @@ from haliax_kernels import _compat
 from haliax_kernels.arguments import CallShape
 from haliax_kernels.errors import TransformError
 from haliax_kernels.layout import (
-    Layout,
     check_outputs,
     input_layout,
     kernel_shape,
@@ -165,7 +165,7 @@ class _Sharded:
 
     def run(self, *xs: jax.Array) -> Arrays:
         xs = tuple(self._pin(v, x.spec) if x.reshard else v for x, v in zip(self.plan.inputs, xs, strict=True))
-        if not any(isinstance(v, jax.core.Tracer) for v in xs):
+        if not any(isinstance(v, _compat.Tracer) for v in xs):
             return self._forward(*xs)
         again, self._traced = self._traced, True
         try:
@@ -173,7 +173,8 @@ class _Sharded:
         except TypeError as e:
             if "forward-mode" in str(e) and "custom_vjp" in str(e):
                 raise TransformError(
-                    f"kernel {self.plan.kernel!r}: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) of a "
+                    f"kernel {self.plan.kernel!r}: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) "
+                    "of a "
                     "named kernel on a mesh is not supported. Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
                 ) from e
             raise
@@ -201,7 +202,7 @@ class _Sharded:
         return out
 
     def _finish(self, raw: Arrays) -> tuple[Arrays, tuple[bool, ...]]:
-        """Outputs in their own axis order, summed and cut; and which of them are what the kernel returned, unchanged."""
+        """Outputs in their own axis order, summed and cut; and which of them the kernel returned just so."""
         found, same = [], []
         for j, (out, r) in enumerate(zip(self.plan.outputs, raw, strict=True)):
             v = output_layout(self.plan, j, r.shape)(r)
@@ -317,7 +318,9 @@ class _Sharded:
         for dim, cut in enumerate(out.slices):
             several = self._several(cut)
             if several:
-                whole = jnp.zeros((*ct.shape[:dim], ct.shape[dim] * self._count(several), *ct.shape[dim + 1 :]), ct.dtype)
+                whole = jnp.zeros(
+                    (*ct.shape[:dim], ct.shape[dim] * self._count(several), *ct.shape[dim + 1 :]), ct.dtype
+                )
                 start = lax.axis_index(several) * ct.shape[dim]
                 ct = lax.dynamic_update_slice_in_dim(whole, ct, start, dim)
         return output_layout(self.plan, j, returned.shape).transpose(ct, returned.shape)

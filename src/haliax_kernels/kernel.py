@@ -36,7 +36,8 @@ class NamedKernel:
         taken = [k for k in _OWN_KEYWORDS if python is not None and k in python.parameters]
         if taken:
             raise SignatureError(
-                f"kernel {spec.name!r} has a parameter {taken[0]!r}, a keyword that every named kernel takes itself. Rename "
+                f"kernel {spec.name!r} has a parameter {taken[0]!r}, a keyword that every named kernel takes itself. "
+                "Rename "
                 "the kernel's."
             )
         self._reader = ArgumentReader(fn, spec.name, spec.signature, python)
@@ -59,16 +60,16 @@ class NamedKernel:
         Args:
             *args: the kernel's arguments: NamedArrays with any loop axes beside the core axes of their place, in any
                 order; plain arrays, positional by the signature; PyTrees of them; static values.
-            axes: per core axis, the array axis it binds to: an `Axis`, a name, or a tuple of them that is flattened into
-                the one core axis. A core axis that is not named here binds to the array axis of its own name.
+            axes: per core axis, the array axis it binds to: an `Axis`, a name, or a tuple of them that is flattened
+                into the one core axis. A core axis that is not named here binds to the array axis of its own name.
             axis_mapping: how array axes are laid over mesh axes in this call, instead of what the arrays' types or
                 `haliax.axis_mapping` say.
             mesh: the mesh to use where no enclosing `shard_map` has set one.
             **kwargs: the kernel's keyword arguments, by the same rules.
 
         Returns:
-            A NamedArray per output, of global size: loop axes in order of first appearance, then the output's core axes
-            under the names they are bound to. Plain arrays where no argument is a NamedArray.
+            A NamedArray per output, of global size: loop axes in order of first appearance, then the output's core
+            axes under the names they are bound to. Plain arrays where no argument is a NamedArray.
 
         Raises:
             NamedKernelError: a subclass that says what cannot run and what to do; before the kernel is traced.
@@ -76,11 +77,12 @@ class NamedKernel:
         shape, arrays, key = self._read(args, kwargs, axes, axis_mapping, mesh)
         plan, run = self._ready(shape, *key)
         if run is None:
-            plan.raise_refusals()
+            raise plan.refusal()
         refuse_closed_over_tracers(self._fn, self._spec.name)
         if any(isinstance(v, jax.ShapeDtypeStruct) for v in arrays):
             raise ArgumentError(
-                f"kernel {self._spec.name!r} was called with a jax.ShapeDtypeStruct; use .plan(...) to plan without arrays."
+                f"kernel {self._spec.name!r} was called with a jax.ShapeDtypeStruct; use .plan(...) to plan without "
+                "arrays."
             )
         outs = run(*arrays)
         if any(info.named for info in shape.infos):
@@ -100,8 +102,8 @@ class NamedKernel:
     ) -> KernelPlan:
         """Plan the call without running it; `print` the result to see a table.
 
-        The arguments are those of a call; arrays may be `jax.ShapeDtypeStruct`s, in NamedArrays too. Where the call cannot
-        run, the plan's `refusals` say why. Where it can, the kernel is traced for the shapes of its outputs.
+        The arguments are those of a call; arrays may be `jax.ShapeDtypeStruct`s, in NamedArrays too. Where the call
+        cannot run, the plan's `refusals` say why. Where it can, the kernel is traced for the shapes of its outputs.
         """
         shape, _, key = self._read(args, kwargs, axes, axis_mapping, mesh)
         plan, run = self._ready(shape, *key)
@@ -125,13 +127,14 @@ class NamedKernel:
         return NamedKernel(self._fn, replace(self._spec, policies=tuple(checked.items())), self._axes)
 
     def with_remedies(self, remedies: Mapping[str, tuple[tuple[str, str], ...]]) -> "NamedKernel":
-        """The kernel with its own ways out where a core axis is sharded that it needs whole, instead of the general ones.
+        """The kernel with its own ways out where a core axis is sharded that it needs whole, instead of the general
+        ones.
 
         For operations that wrap a named kernel and do not hand its keywords on to their callers.
 
         Args:
-            remedies: per core axis, (what it does, code); `{axis}` and `{mesh_axes}` stand for the array axis and the mesh
-                axes that shard it.
+            remedies: per core axis, (what it does, code); `{axis}` and `{mesh_axes}` stand for the array axis and the
+                mesh axes that shard it.
         """
         return NamedKernel(self._fn, replace(self._spec, remedies=tuple(remedies.items())), self._axes)
 
@@ -199,8 +202,8 @@ def named_kernel(
     signature, and as `named_kernel(...)(fn)`.
 
     Args:
-        signature: the core axes of each argument and output: `"q_pos key, k_pos key, k_pos value -> q_pos value"`. `()` for
-            an array without core axes; `*batch` at the front of every one says that the kernel takes leading
+        signature: the core axes of each argument and output: `"q_pos key, k_pos key, k_pos value -> q_pos value"`.
+            `()` for an array without core axes; `*batch` at the front of every one says that the kernel takes leading
             dimensions itself. Its arguments are the function's first positional ones.
         policies: per core axis, what the kernel tolerates when it is sharded: `Local()` (the default: nothing),
             `Parallel()`, `Gather()`, `Sum()`.
@@ -224,7 +227,7 @@ def named_kernel(
         for core, divisor in (multiple_of or {}).items():
             if core not in parsed.core_axes or not isinstance(divisor, int) or divisor < 1:
                 raise PolicyError(
-                    f'kernel {title!r}: multiple_of={{{core!r}: {divisor!r}}} must give one of its core axes '
+                    f"kernel {title!r}: multiple_of={{{core!r}: {divisor!r}}} must give one of its core axes "
                     f"({', '.join(parsed.core_axes)}) a positive integer."
                 )
         for what, value, allowed in (("loop", loop, ("vmap", "collapse")), ("rng", rng, ("fold", "replicated"))):

@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Between an array's own axis order and the order in which the kernel sees it, for local arrays and their cotangents."""
+"""Between an array's own axis order and the kernel's, for local arrays and their cotangents."""
 
 import math
 from collections.abc import Callable
@@ -36,7 +36,7 @@ class Layout:
 
 
 def input_layout(plan: KernelPlan, x: InputPlan) -> Layout:
-    """From the array's own axis order to: vmapped loop axes, leading dimensions, core axes (flattened where bound so)."""
+    """From the array's own axis order to: vmapped loop axes, leading dimensions, core axes (maybe flattened)."""
     if not x.axes:
         return Layout(None)
     at = {a.name: i for i, a in enumerate(x.axes)}
@@ -131,7 +131,8 @@ def output_layout(plan: KernelPlan, index: int, shape: tuple[int, ...]) -> Layou
 def _part_sizes(plan: KernelPlan, index: int, core: str, parts: list[AxisPlan]) -> list[int]:
     if any(a.size < 0 for a in parts):
         raise OutputError(
-            f"kernel {plan.kernel!r}: output {index} has core axis {core!r}, which no argument has and which is bound to "
+            f"kernel {plan.kernel!r}: output {index} has core axis {core!r}, which no argument has and which is "
+            "bound to "
             f"several array axes {plan.bound(core)}: their sizes are not known. Bind it to axes with sizes, "
             f'axes={{"{core}": (Axis(...), Axis(...))}}.'
         )
@@ -149,7 +150,8 @@ def check_outputs(plan: KernelPlan, returned: object) -> tuple[jax.Array, ...]:
     outs = tuple(returned) if signature.several and isinstance(returned, tuple | list) else (returned,)
     if len(outs) != len(signature.outputs):
         raise OutputError(
-            f"kernel {name!r} returned {len(outs)} outputs, but its signature \"{signature}\" has {len(signature.outputs)}."
+            f'kernel {name!r} returned {len(outs)} outputs, but its signature "{signature}" has '
+            f"{len(signature.outputs)}."
         )
     known = core_sizes(plan)
     loops = loop_sizes(plan)
@@ -157,19 +159,22 @@ def check_outputs(plan: KernelPlan, returned: object) -> tuple[jax.Array, ...]:
     for i, (out, spec) in enumerate(zip(outs, signature.outputs, strict=True)):
         if not isinstance(out, jax.Array):
             raise OutputError(
-                f"kernel {name!r} returned a {type(out).__name__} as output {i}; it must return plain local jax.Arrays "
+                f"kernel {name!r} returned a {type(out).__name__} as output {i}; it must return plain local "
+                "jax.Arrays "
                 "(the decorator adds the axes)."
             )
         wanted = [("leading dimension", n) for n in lead] + [(f"axis {c!r}", known.get(c, -1)) for c in spec.axes]
         if out.ndim != len(wanted):
             raise OutputError(
-                f"kernel {name!r} returned output {i} of shape {out.shape}, but its signature says {len(wanted)} dimensions: "
+                f"kernel {name!r} returned output {i} of shape {out.shape}, but its signature says {len(wanted)} "
+                "dimensions: "
                 f"({', '.join(what for what, _ in wanted)})."
             )
         for (what, size), found in zip(wanted, out.shape, strict=True):
             if size >= 0 and size != found:
                 raise OutputError(
-                    f"kernel {name!r} returned output {i} of shape {out.shape}: its {what} has size {found}, but is {size} "
+                    f"kernel {name!r} returned output {i} of shape {out.shape}: its {what} has size {found}, but is "
+                    f"{size} "
                     "on each device."
                 )
     return outs  # type: ignore[return-value]

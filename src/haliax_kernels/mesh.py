@@ -143,7 +143,7 @@ def placement_of(x: Any) -> Placement:
     if isinstance(sharding, NamedSharding):
         return Placement(_dims(sharding.spec, x.ndim))
     if sharding is None or isinstance(sharding, SingleDeviceSharding):
-        return Placement(unknown=concrete is None and isinstance(x, jax.core.Tracer))
+        return Placement(unknown=concrete is None and isinstance(x, _compat.Tracer))
     if sharding.is_fully_replicated or len(sharding.device_set) == 1:
         return Placement()
     return Placement(opaque=type(sharding).__name__)
@@ -156,7 +156,7 @@ def _dims(spec: PartitionSpec, ndim: int) -> tuple[MeshAxes, ...]:
 
 @dataclass(frozen=True)
 class ShardingSource:
-    """Where the shardings of one call come from: the argument, the arrays' types, the context, the arrays themselves."""
+    """Where the shardings of one call come from: the argument, the arrays' types, the context, the arrays."""
 
     argument: tuple[tuple[str, MeshAxes], ...] | None
     context: tuple[tuple[str, MeshAxes], ...] | None

@@ -118,10 +118,12 @@ class OutputPlan:
     """One output.
 
     Attributes:
-        axes: its axes: loop axes in order of first appearance, then the core axes. Size -1: known once the kernel is traced.
+        axes: its axes: loop axes in order of first appearance, then the core axes. Size -1: known once the kernel is
+            traced.
         psum: the mesh axes over which the shards' outputs are added up (`Sum`).
         slices: per axis, the mesh axes by which the gathered, whole axis is cut to the local shard again.
-        once: the mesh axes over which every shard holds the same output while others are cut; its cotangent counts once.
+        once: the mesh axes over which every shard holds the same output while others are cut; its cotangent counts
+            once.
         dtype: its dtype; None until the kernel is traced.
     """
 
@@ -207,16 +209,13 @@ class KernelPlan:
         """The array axes that a core axis is bound to."""
         return dict(self.bindings)[core]
 
-    def raise_refusals(self) -> None:
-        """Raise the first refusal, with the others as notes."""
-        if not self.refusals:
-            return
+    def refusal(self) -> NamedKernelError:
+        """The first refusal, with the others as notes; a fresh one each time, since plans are cached."""
         first, *others = self.refusals
-        # A plan may be cached: a fresh exception each time keeps tracebacks and notes apart.
         error = type(first)(*first.args)
         for other in others:
             error.add_note(f"also refused: {type(other).__name__}: {other}")
-        raise error
+        return error
 
     @property
     def collectives(self) -> tuple[Collective, ...]:
@@ -284,8 +283,8 @@ class KernelPlan:
 def gradient_steps(x: InputPlan, axis: AxisPlan) -> list[tuple[MeshAxes, bool]]:
     """How the gradient of a gathered axis becomes local again, the major mesh axis first.
 
-    Each step is (mesh axes, summed): a reduce-scatter where the shards hold different parts of the gradient, a plain local
-    slice where all of them computed the same one.
+    Each step is (mesh axes, summed): a reduce-scatter where the shards hold different parts of the gradient, a plain
+    local slice where all of them computed the same one.
     """
     steps: list[tuple[MeshAxes, bool]] = []
     for m in axis.mesh_axes:

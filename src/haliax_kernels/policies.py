@@ -36,8 +36,9 @@ class Parallel(Policy):
 class Gather(Policy):
     """The kernel needs the whole axis, and it may be brought together for it.
 
-    Forward, an all-gather before the kernel. Backward, a reduce-scatter of the cotangent where the shards did different
-    work, and a local slice where all did the same. An output that has the axis comes back sharded as the input was.
+    Forward, an all-gather before the kernel. Backward, a reduce-scatter of the cotangent where the shards did
+    different work, and a local slice where all did the same. An output that has the axis comes back sharded as the
+    input was.
     """
 
 
@@ -54,13 +55,13 @@ def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, k
     """Complete `policies` with `Local` and refuse those that cannot be.
 
     Raises:
-        PolicyError: an axis that the signature lacks, something that is no policy, `Parallel` on an axis that some output
-            lacks, `Sum` on an axis that every output has, or a policy on an axis that no input has.
+        PolicyError: an axis that the signature lacks, something that is no policy, `Parallel` on an axis that some
+            output lacks, `Sum` on an axis that every output has, or a policy on an axis that no input has.
     """
     for axis, policy in policies.items():
         if axis not in signature.core_axes:
             raise PolicyError(
-                f"kernel {kernel!r}: policies= names axis {axis!r}, which is not in its signature \"{signature}\" "
+                f'kernel {kernel!r}: policies= names axis {axis!r}, which is not in its signature "{signature}" '
                 f"(its core axes are {', '.join(signature.core_axes) or 'none'})."
             )
         if not isinstance(policy, Policy):
@@ -73,18 +74,23 @@ def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, k
             continue
         if axis not in signature.input_axes:
             raise PolicyError(
-                f"kernel {kernel!r}: axis {axis!r} is {policy}(), but no argument of \"{signature}\" has it, so it is never "
+                f'kernel {kernel!r}: axis {axis!r} is {policy}(), but no argument of "{signature}" has it, so it is '
+                "never "
                 "sharded. Drop the policy."
             )
         lacking = [i for i, out in enumerate(signature.outputs) if axis not in out.axes]
         if isinstance(policy, Parallel) and lacking:
             raise PolicyError(
-                f"kernel {kernel!r}: axis {axis!r} is Parallel(), but output {lacking[0]} of \"{signature}\" lacks it: what "
-                "would each shard's result be? Use Sum() where the kernel sums over it, Gather() where it needs it whole."
+                f'kernel {kernel!r}: axis {axis!r} is Parallel(), but output {lacking[0]} of "{signature}" lacks it: '
+                "what "
+                "would each shard's result be? Use Sum() where the kernel sums over it, Gather() where it needs it "
+                "whole."
             )
         if isinstance(policy, Sum) and not lacking:
             raise PolicyError(
-                f"kernel {kernel!r}: axis {axis!r} is Sum(), but every output of \"{signature}\" still has it, so nothing is "
-                "summed over it. Use Parallel() where indices are independent, Gather() where the axis is needed whole."
+                f'kernel {kernel!r}: axis {axis!r} is Sum(), but every output of "{signature}" still has it, so '
+                "nothing is "
+                "summed over it. Use Parallel() where indices are independent, Gather() where the axis is needed "
+                "whole."
             )
     return {axis: policies.get(axis, Local()) for axis in signature.core_axes}

@@ -20,9 +20,13 @@ def render_plan(plan: KernelPlan) -> str:
             kind = "one leading dimension" if plan.collapse else "leading dimensions"
             how.append(f"{kind} of the kernel: {', '.join(plan.leading)}")
         lines.append(f"loop axes {'; '.join(how)}")
-    rows = [("argument", "axis", "core axis", "global", "on a device", "kernel sees", "mesh axes", "policy", "sharding")]
+    rows = [
+        ("argument", "axis", "core axis", "global", "on a device", "kernel sees", "mesh axes", "policy", "sharding")
+    ]
     for x in plan.inputs:
-        rows += _rows(x.label, x.axes) or [(x.label, "-", "-", str(x.shape), str(x.shape), str(x.shape), "-", "-", "whole")]
+        rows += _rows(x.label, x.axes) or [
+            (x.label, "-", "-", str(x.shape), str(x.shape), str(x.shape), "-", "-", "whole")
+        ]
     for i, out in enumerate(plan.outputs):
         rows += _rows(f"output {i}", out.axes) or [(f"output {i}", "-", "-", "()", "()", "()", "-", "-", "")]
     lines += ["", *_table(rows)]
@@ -77,4 +81,8 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _bytes(n: int | None) -> str:
-    return "size known once the kernel is traced" if n is None else f"{n} B" + (f" ({bytes_text(n)})" if n >= 1000 else "")
+    return (
+        "size known once the kernel is traced"
+        if n is None
+        else f"{n} B" + (f" ({bytes_text(n)})" if n >= 1000 else "")
+    )

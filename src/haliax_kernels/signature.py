@@ -77,8 +77,8 @@ def parse_signature(text: str, kernel: str = "kernel") -> KernelSignature:
     """Parse `"q_pos key, k_pos key -> q_pos"`.
 
     Args:
-        text: arguments separated by commas, axes by spaces, `->`, outputs likewise. `()` has no core axis. `*name` at the
-            front of every argument and output says that the kernel takes leading dimensions itself.
+        text: arguments separated by commas, axes by spaces, `->`, outputs likewise. `()` has no core axis. `*name` at
+            the front of every argument and output says that the kernel takes leading dimensions itself.
         kernel: the kernel's name, for messages.
 
     Raises:
@@ -101,7 +101,8 @@ def _parse_array(part: str, text: str, kernel: str) -> ArraySpec:
     tokens = part.split()
     if not tokens:
         raise SignatureError(
-            f"kernel {kernel!r}: an argument or output of {text!r} is empty. Write '()' for an array without core axes."
+            f"kernel {kernel!r}: an argument or output of {text!r} is empty. Write '()' for an array without core "
+            "axes."
         )
     if tokens == ["()"]:
         return ArraySpec(())
@@ -127,7 +128,8 @@ def parse_tokens(tokens: list[str], text: str, kernel: str) -> ArraySpec:
     doubled = sorted({t for t in tokens if tokens.count(t) > 1})
     if doubled:
         raise SignatureError(
-            f"kernel {kernel!r}: axis {doubled[0]!r} stands twice in one array of {text!r}. Give the two dimensions two "
+            f"kernel {kernel!r}: axis {doubled[0]!r} stands twice in one array of {text!r}. Give the two dimensions "
+            "two "
             "names, and bind both with axes= where they are the same array axis."
         )
     return ArraySpec(tuple(tokens), batch)
@@ -138,7 +140,8 @@ def _checked(signature: KernelSignature, text: str, kernel: str) -> KernelSignat
     batches = {s.batch for s in specs}
     if len(batches) > 1:
         raise SignatureError(
-            f"kernel {kernel!r}: '*name' must stand at the front of every argument and output of {text!r}, with one name, "
+            f"kernel {kernel!r}: '*name' must stand at the front of every argument and output of {text!r}, with one "
+            "name, "
             f"or of none; found {sorted(f'*{b}' if b else 'none' for b in batches)}."
         )
     if batches and next(iter(batches)) in signature.core_axes:
@@ -159,7 +162,8 @@ def signature_from_annotations(fn: Callable[..., Any], kernel: str) -> KernelSig
         hints = typing.get_type_hints(target)
     except NameError as e:
         raise SignatureError(
-            f"kernel {kernel!r}: its annotations cannot be read ({e}). Under 'from __future__ import annotations' they must "
+            f"kernel {kernel!r}: its annotations cannot be read ({e}). Under 'from __future__ import annotations' "
+            "they must "
             "use names of the module's global scope; or give the signature as a string."
         ) from e
     params, inputs = [], []
@@ -180,7 +184,8 @@ def signature_from_annotations(fn: Callable[..., Any], kernel: str) -> KernelSig
     outputs = [_spec_of(part, "the return annotation", kernel) for part in parts]
     if not outputs or any(o is None for o in outputs):
         raise SignatureError(
-            f"kernel {kernel!r}: its return annotation {returned!r} is not a jaxtyping array or a tuple of them. Annotate it, "
+            f"kernel {kernel!r}: its return annotation {returned!r} is not a jaxtyping array or a tuple of them. "
+            "Annotate it, "
             "or give the signature as a string."
         )
     out_specs = tuple(o for o in outputs if o is not None)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+
 from haliax_kernels import AttentionMask, BlockSizes, flash_attention
 from haliax_kernels.attention.backends import IMPLEMENTATIONS, Request, choose
 from haliax_kernels.attention.reference import dense_attention, dense_attention_grad
@@ -42,7 +43,7 @@ def ids(*axes):
 
 
 def reference(q, k, v, do, *, causal, segments, scale, dlse=None):
-    """(o, lse, dq, dk, dv) in the axis order batch, kv_head, group, position, size; v's is batch, kv_head, position, size."""
+    """(o, lse, dq, dk, dv) in the axis order batch, kv_head, group, position, size (k and v: without group)."""
     q, do = (x.rearrange(("batch", "kv_head", "q_heads_per_group", "position", ...)).array for x in (q, do))
     k, v = (x.rearrange(("batch", "kv_head", "key_position", ...)).array for x in (k, v))
     outs = []
@@ -52,7 +53,12 @@ def reference(q, k, v, do, *, causal, segments, scale, dlse=None):
             args = [np.float64(x[b, h]) for x in (q, k, v)]
             o, lse = dense_attention(*args, scale=scale, causal=causal, **seg)
             grads = dense_attention_grad(
-                *args, np.float64(do[b, h]), dlse=dlse if dlse is None else dlse[b, h], scale=scale, causal=causal, **seg
+                *args,
+                np.float64(do[b, h]),
+                dlse=dlse if dlse is None else dlse[b, h],
+                scale=scale,
+                causal=causal,
+                **seg,
             )
             outs.append((o, lse, *grads))
     return [np.stack(x).reshape(4, 2, *x[0].shape) for x in zip(*outs, strict=True)]
@@ -84,16 +90,24 @@ def test_values_and_gradients_on_meshes(sizes, mapping, masked, types):
         (o, lse), pullback = jax.vjp(f, q, k, v)
         given = [hax.named(jnp.asarray(x), y.axes) for x, y in ((do.array, o), (dlse, lse))]
         if types.name == "Explicit":
-            given = [hax.named(jax.sharding.reshard(x.array, jax.typeof(y.array).sharding), y.axes)
-                     for x, y in zip(given, (o, lse), strict=True)]
+            given = [
+                hax.named(jax.sharding.reshard(x.array, jax.typeof(y.array).sharding), y.axes)
+                for x, y in zip(given, (o, lse), strict=True)
+            ]
         return o, lse, *pullback(tuple(given))
 
     with jax.set_mesh(make_mesh(types, **sizes)), hax.axis_mapping(mapping):
         args = [hax.shard(x) for x in (q, k, v)]
         o, lse, *grads = run(*args, None if segments is None else hax.shard(segments))
     want = reference(
-        q, k, v, do, causal=masked != "full", segments=None if segments is None else np.asarray(segments.array),
-        scale=8**-0.5, dlse=np.float64(dlse),
+        q,
+        k,
+        v,
+        do,
+        causal=masked != "full",
+        segments=None if segments is None else np.asarray(segments.array),
+        scale=8**-0.5,
+        dlse=np.float64(dlse),
     )
     got = [o.array, lse.array, *(g.rearrange(order).array for g, order in zip(grads, ORDERS, strict=True))]
     for what, a, b in zip(("o", "lse", "dq", "dk", "dv"), got, want, strict=True):
@@ -136,7 +150,9 @@ def test_rows_that_see_nothing():
     o, lse = flash_attention(Pos, KPos, D, q, k, v, mask, return_lse=True)
     assert np.all(np.asarray(o["position", 20:24].array) == 0)
     assert np.all(np.isneginf(np.asarray(lse["position", 20:24].array)))
-    dead = jax.grad(lambda q, k, v: jnp.sum(flash_attention(Pos, KPos, D, q, k, v, mask)["position", 20:24].array), (0, 1, 2))
+    dead = jax.grad(
+        lambda q, k, v: jnp.sum(flash_attention(Pos, KPos, D, q, k, v, mask)["position", 20:24].array), (0, 1, 2)
+    )
     for g in dead(q, k, v):
         assert np.all(np.asarray(g.array) == 0)
 

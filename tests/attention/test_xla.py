@@ -79,6 +79,7 @@ def _check(got, want, tolerance=FLOAT32_TOLERANCE):
         (100, 100, 3, None, True, True),
         (100, 100, 1, BlockSizes(q=32, k=16), True, False),
         (100, 100, 1, BlockSizes(q=32, k=16), False, False),
+        (40, 40, 2, BlockSizes(q=7, k=9), True, False),  # blocks that end one off the diagonal
         (192, 192, 3, BlockSizes(q=64, k=128), True, False),
         (192, 192, 3, BlockSizes(q=64, k=128), False, True),
         (64, 150, 3, BlockSizes(q=16, k=32), True, False),
@@ -266,11 +267,11 @@ def test_remat_with_the_named_outputs_does_not_repeat_the_forward():
         )
     )
 
-    def compiled_loops(f):
-        return len(re.findall(r"= .* while\(", jax.jit(f).lower(q, k, v).compile().as_text()))
+    def loops(f):
+        # In the lowered text: some compilers find the repetition themselves.
+        return jax.jit(f).lower(q, k, v).as_text().count("stablehlo.while")
 
-    # Counted after compiling: the trace holds a forward that dead code elimination removes.
-    assert compiled_loops(saved) == compiled_loops(plain) < compiled_loops(repeated)
+    assert loops(saved) == loops(plain) < loops(repeated)
     for got, want in zip(saved(q, k, v)[1], plain(q, k, v)[1], strict=True):
         np.testing.assert_allclose(got, want, rtol=1e-6, atol=1e-6)
 

@@ -8,8 +8,9 @@ import importlib.util
 from dataclasses import dataclass, field
 from typing import Any
 
-import haliax_kernels
 import pytest
+
+import haliax_kernels
 
 
 @dataclass
@@ -23,8 +24,9 @@ class Spy:
 @pytest.fixture(scope="session")
 def registered() -> type:
     """Registers after every model was imported; returns Levanter's enum of backends."""
-    from haliax_kernels.levanter import register
     from levanter.models.lm_model import LmConfig
+
+    from haliax_kernels.levanter import register
 
     LmConfig.get_known_choices()
     register()

@@ -14,6 +14,7 @@ from importlib import metadata
 
 import draccus
 import pytest
+
 from haliax_kernels.levanter import backend, distributions, register
 
 pytestmark = pytest.mark.levanter

@@ -4,6 +4,7 @@
 from pathlib import Path
 
 import pytest
+
 from haliax_kernels.levanter import KernelsConfig, KernelsConfigError, current_options, set_options, use_options
 from haliax_kernels.levanter.config_files import read_launcher_config
 
@@ -61,7 +62,14 @@ def test_the_block_is_taken_out_of_the_file(tmp_path: Path):
     (tmp_path / "model.yaml").write_text("type: llama\n")
     config = tmp_path / "mine.yaml"
     config.write_text("kernels: {block_q: 16, block_k: 32}\ntiny_corpus: here\nmodel: !include model.yaml\n")
-    args = [f"--config_path={config}", "--kernels.block_q", "64", "--trainer.seed", "3", "--kernels.implementation=xla"]
+    args = [
+        f"--config_path={config}",
+        "--kernels.block_q",
+        "64",
+        "--trainer.seed",
+        "3",
+        "--kernels.implementation=xla",
+    ]
     copies = tmp_path / "copies"
     copies.mkdir()
     read = read_launcher_config(args, copies)
@@ -100,7 +108,9 @@ def test_mistakes_in_a_file_name_the_file(tmp_path: Path, text: str, message: st
 
 
 def test_a_mistake_on_the_command_line():
-    with pytest.raises(KernelsConfigError, match=r"^command line: kernels\.blockq: unknown key; did you mean 'block_q'"):
+    with pytest.raises(
+        KernelsConfigError, match=r"^command line: kernels\.blockq: unknown key; did you mean 'block_q'"
+    ):
         read_launcher_config(["--kernels.blockq", "3"], Path())
     with pytest.raises(KernelsConfigError, match=r"--kernels\.block_q needs a value"):
         read_launcher_config(["--kernels.block_q"], Path())

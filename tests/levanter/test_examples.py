@@ -5,6 +5,7 @@ from pathlib import Path
 
 import draccus
 import pytest
+
 from haliax_kernels.levanter.config_files import read_launcher_config
 
 pytestmark = pytest.mark.levanter

@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+
 from haliax_kernels.levanter.__main__ import levanter_mains
 from haliax_kernels.levanter.tiny_corpus import make_tiny_corpus
 
@@ -103,11 +104,13 @@ def test_the_tiny_llama_learns_with_our_kernel(tmp_path):
     done = launch("train_lm", "--config_path", str(config), "--devices", "8", cwd=tmp_path)
     assert done.returncode == 0, done.stderr[-3000:]
     output = done.stdout + done.stderr
-    losses = [float(loss) for loss in re.findall(r'"event": "log".*?"train/loss": ([\d.]+)', output)]
-    print(f"{time.monotonic() - started:.0f} s, loss {losses[0]:.3f} to {losses[-1]:.3f}")
-    assert len(losses) == 20
-    assert losses[0] > 5.0
-    assert losses[-1] < 3.5
+    logged = re.findall(r'"event": "log", "step": (\d+), "metrics": \{"train/loss": ([\d.]+)', output)
+    losses = {int(step): float(loss) for step, loss in logged}
+    print(f"{time.monotonic() - started:.0f} s, loss {losses[2]:.3f} to {losses[19]:.3f}")
+    # Levanter 0.2.20 says nothing of the first two steps.
+    assert sorted(losses)[-18:] == list(range(2, 20))
+    assert losses[2] > 5.0
+    assert losses[19] < 3.5
     # The shapes are global ones, and none but our dispatcher writes this.
     assert re.search(r"pallas_flash runs attention: query \{'batch': 16, 'kv_head': 2, .*'position': 256", output)
     assert "pallas_flash registered (hook: wrapper)" in output

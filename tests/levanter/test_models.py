@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Whole models give with `pallas_flash` what they give with `vanilla`, on one device and on a mesh, as Levanter trains."""
+"""Whole models give with `pallas_flash` what they give with `vanilla`, on one device and on a trainer's mesh."""
 
 import contextlib
 import functools
@@ -15,6 +15,7 @@ import jax
 import numpy as np
 import pytest
 from haliax import Axis, NamedArray
+
 from haliax_kernels.levanter import KernelsConfig, use_options
 
 pytestmark = [pytest.mark.levanter, pytest.mark.slow]

@@ -21,7 +21,10 @@ logger = logging.getLogger(__name__)
 
 INPUTS = "group q_pos key, k_pos key, k_pos value, q_pos, k_pos"
 _WHOLE = ("keep it whole in the axis mapping", '{{**mapping, "{axis}": None}}')
-_SEQUENCE = (_WHOLE, ("shard the batch or the heads instead", '{{**mapping, "{axis}": None, "batch": ("data", {mesh_axes})}}'))
+_SEQUENCE = (
+    _WHOLE,
+    ("shard the batch or the heads instead", '{{**mapping, "{axis}": None, "batch": ("data", {mesh_axes})}}'),
+)
 REMEDIES = {"q_pos": _SEQUENCE, "k_pos": _SEQUENCE, "key": (_WHOLE,), "value": (_WHOLE,)}
 
 
@@ -60,7 +63,9 @@ class Implementation:
         """Why it cannot run the request; empty if it can."""
         reasons = [f"it does not support {o}" for o in request.options if o not in self.honours]
         if self.platforms is not None and request.platform not in self.platforms:
-            reasons.insert(0, f"it needs a {' or '.join(sorted(self.platforms))}, and this call runs on {request.platform}")
+            reasons.insert(
+                0, f"it needs a {' or '.join(sorted(self.platforms))}, and this call runs on {request.platform}"
+            )
         return reasons
 
 
@@ -78,7 +83,9 @@ def _make_xla(return_lse: bool) -> Callable[..., Any]:
         scale: float,
         block_sizes: BlockSizes | None,
     ) -> Any:
-        both = xla.attention(q, k, v, q_segment_ids, k_segment_ids, causal=causal, scale=scale, block_sizes=block_sizes)
+        both = xla.attention(
+            q, k, v, q_segment_ids, k_segment_ids, causal=causal, scale=scale, block_sizes=block_sizes
+        )
         return both if return_lse else both[0]
 
     return flash_attention
@@ -113,7 +120,9 @@ def choose(request: Request, forced: str | None) -> Implementation:
             )
         reasons = found.refusals(request)
         if reasons:
-            raise UnsupportedOptionError(_reason(found, reasons) + " Leave implementation= out for an automatic choice.")
+            raise UnsupportedOptionError(
+                _reason(found, reasons) + " Leave implementation= out for an automatic choice."
+            )
         return found
     refused: list[Exception] = []
     for candidate in IMPLEMENTATIONS:

@@ -85,11 +85,12 @@ def flash_attention(
     block_sizes: BlockSizes | None = None,
     return_lse: bool = False,
 ) -> NamedArray | tuple[NamedArray, NamedArray]:
-    """Attention in memory linear in the sequence length: `softmax(scale * q k^T + mask) v` (Dao et al. 2022, algorithm 1).
+    """Attention in memory linear in the sequence length: `softmax(scale * q k^T + mask) v` (Dao et al. 2022,
+    algorithm 1).
 
     Any other axis is a loop axis: batch axes, heads. An axis of the query that key and value lack is a query group
-    (grouped-query attention): keys are neither copied nor read again for it. Batch, heads and groups may be sharded in any
-    way; the sequence and the head size must be whole on every device.
+    (grouped-query attention): keys are neither copied nor read again for it. Batch, heads and groups may be sharded
+    in any way; the sequence and the head size must be whole on every device.
 
     Args:
         QPos: the query's position axis.
@@ -105,7 +106,8 @@ def flash_attention(
         scaling_factor: what the logits are multiplied by; 1/sqrt(Key size) by default.
         logits_soft_cap: not supported yet.
         attn_sink: not supported yet.
-        context_parallel: what to do when a position axis is sharded: `auto` and `error` both refuse it in this version.
+        context_parallel: what to do when a position axis is sharded: `auto` and `error` both refuse it in this
+            version.
         implementation: `splash` (JAX's own kernel, on TPU), `xla` (blockwise, everywhere), or None for the best that
             honours the arguments.
         block_sizes: positions per block; by default what suits the platform.
@@ -116,16 +118,20 @@ def flash_attention(
         float32. A query that sees no key gets zeros, and an lse of -inf.
 
     Raises:
-        UnsupportedOptionError: an option that no implementation, or not the forced one, honours. Also a NotImplementedError.
+        UnsupportedOptionError: an option that no implementation, or not the forced one, honours. Also a
+            NotImplementedError.
         ShardedAxisError: a position axis or the head size is sharded.
         NamedKernelError: any other refusal of the plan.
     """
     q_pos, k_pos, head = axis_name(QPos), _single(KPos), axis_name(Key)
     if q_pos == k_pos:
-        raise BindingError(f"flash_attention: QPos and KPos are both {q_pos!r}; rename the key's and value's position axis.")
+        raise BindingError(
+            f"flash_attention: QPos and KPos are both {q_pos!r}; rename the key's and value's position axis."
+        )
     if context_parallel not in ("auto", "error"):
         raise UnsupportedOptionError(
-            f"flash_attention: context_parallel={context_parallel!r} is not supported yet; 'auto' and 'error' refuse a sharded "
+            f"flash_attention: context_parallel={context_parallel!r} is not supported yet; 'auto' and 'error' refuse "
+            "a sharded "
             "sequence."
         )
     parts = read_mask(mask, q_pos, k_pos)

@@ -17,8 +17,8 @@ class AttentionMask(eqx.Module):
 
     Attributes:
         is_causal: query i sees keys j <= i, both counted from the start, also where the lengths differ.
-        segment_ids: (ids of the queries, ids of the keys), int32, each with its position axis and any loop axes. A query sees
-            the keys of its own id only. The keys' ids may name their axis as the queries do.
+        segment_ids: (ids of the queries, ids of the keys), int32, each with its position axis and any loop axes. A
+            query sees the keys of its own id only. The keys' ids may name their axis as the queries do.
     """
 
     is_causal: bool = eqx.field(default=False, static=True)
@@ -61,7 +61,8 @@ def read_mask(mask: Any, q_pos: str, k_pos: str) -> MaskParts:
         return MaskParts(False, None, None, ("explicit mask",))
     if not hasattr(mask, "is_causal"):
         raise ArgumentError(
-            f"flash_attention: mask is a {type(mask).__name__}; expected None, a NamedArray, haliax_kernels.AttentionMask, or "
+            f"flash_attention: mask is a {type(mask).__name__}; expected None, a NamedArray, "
+            "haliax_kernels.AttentionMask, or "
             "an object with the fields of Levanter's AttentionMask."
         )
     others = [

@@ -87,7 +87,7 @@ def _probabilities(
     mask = _mask(q.shape[1], k.shape[0], causal, q_segment_ids, k_segment_ids)
     logits = np.where(mask, scale * np.asarray(q, np.float64) @ np.asarray(k, np.float64).T, -np.inf)
     largest = np.max(logits, -1, keepdims=True, initial=-np.inf)
-    weights = np.where(mask, np.exp(logits - np.where(mask.any(-1)[:, None], largest, 0)), 0)
+    weights = np.where(mask, np.exp(logits - np.where(np.any(mask, -1, keepdims=True), largest, 0)), 0)
     total = weights.sum(-1, keepdims=True)
     seen = total > 0
     p = np.divide(weights, total, out=np.zeros_like(weights), where=seen)

@@ -3,6 +3,8 @@
 
 """JAX's splash attention for TPUs, under the contract of `haliax_kernels.attention.xla`."""
 
+from typing import cast
+
 import jax.numpy as jnp
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -71,12 +73,13 @@ def attention(
     # The product in float32, so that only its result is rounded and not the scale.
     q_scaled = (q.astype(jnp.float32) * scale).astype(q.dtype)
     kernel = _kernel(group, q_len + q_pad, k_len + k_pad, block_q, block_k, causal, interpret)
-    o = kernel(
+    padded = kernel(
         jnp.pad(q_scaled, ((0, 0), (0, q_pad), (0, 0))),
         jnp.pad(k, ((0, k_pad), (0, 0))),
         jnp.pad(v, ((0, k_pad), (0, 0))),
         _padded_segment_ids(q_segment_ids, k_segment_ids, q_len, k_len, q_pad, k_pad),
-    )[:, :q_len]
+    )
+    o = cast(Array, padded)[:, :q_len]  # a tuple only where residuals are asked for
     if q_segment_ids is None or k_segment_ids is None:
         return o
     return jnp.where(_sees_something(q_segment_ids, k_segment_ids, causal)[:, None], o, 0)
@@ -115,7 +118,7 @@ def _padded_segment_ids(
         if not k_pad:
             return None
         q_segment_ids, k_segment_ids = jnp.zeros(q_len, jnp.int32), jnp.zeros(k_len, jnp.int32)
-    # Less than every query's id. At the least int32 it wraps round, to an id that is free unless both extremes are used.
+    # Less than every query's id. At the least int32 it wraps round, to an id that is free unless both extremes occur.
     hidden = jnp.full(k_pad, q_segment_ids.min() - 1, jnp.int32)
     return splash.SegmentIds(
         q=jnp.pad(q_segment_ids, (0, q_pad), mode="edge"), kv=jnp.concatenate([k_segment_ids, hidden])

@@ -21,6 +21,14 @@ from jaxtyping import Array, Bool, Float, Float32, Int, Int32
 from haliax_kernels.attention.block_sizes import BlockSizes, default_block_sizes
 
 T = TypeVar("T")
+_Q = Float[Array, "group q_pos key"]
+_K = Float[Array, "k_pos key"]
+_V = Float[Array, "k_pos value"]
+_QIds = Int32[Array, " q_pos"] | None
+_KIds = Int32[Array, " k_pos"] | None
+_O = Float[Array, "group q_pos value"]
+_Lse = Float32[Array, "group q_pos"]
+_Residuals = tuple[_Q, _K, _V, _QIds, _KIds, _O, _Lse]
 
 
 def attention(
@@ -152,15 +160,19 @@ def _keep_rows(x: Array, rows: Bool[Array, " rows"]) -> Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attention(blocks: _Blocks, scale: float, q, k, v, q_segment_ids, k_segment_ids):
+def _attention(
+    blocks: _Blocks, scale: float, q: _Q, k: _K, v: _V, q_segment_ids: _QIds, k_segment_ids: _KIds
+) -> tuple[_O, _Lse]:
     return _forward(blocks, scale, q, k, v, q_segment_ids, k_segment_ids)
 
 
-def _forward(blocks: _Blocks, scale: float, q, k, v, q_segment_ids, k_segment_ids):
+def _forward(
+    blocks: _Blocks, scale: float, q: _Q, k: _K, v: _V, q_segment_ids: _QIds, k_segment_ids: _KIds
+) -> tuple[_O, _Lse]:
     group, value_size = q.shape[0], v.shape[1]
     q = blocks.pad_q(q, 1)
     k, v = blocks.pad_k(k, 0), blocks.pad_k(v, 0)
-    if blocks.segmented:
+    if q_segment_ids is not None and k_segment_ids is not None:
         q_segment_ids, k_segment_ids = blocks.pad_q(q_segment_ids, 0), blocks.pad_k(k_segment_ids, 0)
 
     def q_block(i, outputs):
@@ -205,13 +217,17 @@ def _forward(blocks: _Blocks, scale: float, q, k, v, q_segment_ids, k_segment_id
     return o[:, : blocks.q_len], lse[:, : blocks.q_len]
 
 
-def _attention_fwd(blocks: _Blocks, scale: float, q, k, v, q_segment_ids, k_segment_ids):
+def _attention_fwd(
+    blocks: _Blocks, scale: float, q: _Q, k: _K, v: _V, q_segment_ids: _QIds, k_segment_ids: _KIds
+) -> tuple[tuple[_O, _Lse], _Residuals]:
     o, lse = _forward(blocks, scale, q, k, v, q_segment_ids, k_segment_ids)
     o, lse = checkpoint_name(o, "flash_attention_out"), checkpoint_name(lse, "flash_attention_lse")
     return (o, lse), (q, k, v, q_segment_ids, k_segment_ids, o, lse)
 
 
-def _attention_bwd(blocks: _Blocks, scale: float, residuals, cotangents):
+def _attention_bwd(
+    blocks: _Blocks, scale: float, residuals: _Residuals, cotangents: tuple[_O, _Lse]
+) -> tuple[_Q, _K, _V, None, None]:
     q, k, v, q_segment_ids, k_segment_ids, o, lse = residuals
     do, dlse = cotangents
     group, key_size, value_size = q.shape[0], k.shape[1], v.shape[1]
@@ -225,7 +241,7 @@ def _attention_bwd(blocks: _Blocks, scale: float, residuals, cotangents):
     offset = blocks.pad_q(jnp.where(dead, 0, dlse - delta), 1)
     do, q_padded = blocks.pad_q(do, 1), blocks.pad_q(q, 1)
     k_padded, v_padded = blocks.pad_k(k, 0), blocks.pad_k(v, 0)
-    if blocks.segmented:
+    if q_segment_ids is not None and k_segment_ids is not None:
         q_segment_ids, k_segment_ids = blocks.pad_q(q_segment_ids, 0), blocks.pad_k(k_segment_ids, 0)
 
     def q_block(i, outputs):

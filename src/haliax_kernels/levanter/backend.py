@@ -62,8 +62,8 @@ def register() -> HookKind:
 
 
 def _hook_dispatcher(attention: ModuleType) -> HookKind:
-    function = getattr(attention, "dot_product_attention", None)
-    if not callable(function) or not hasattr(attention, "AttentionBackend"):
+    function: Any = getattr(attention, "dot_product_attention", None)
+    if function is None or not hasattr(attention, "AttentionBackend"):
         raise _cannot_hook(f"{attention.__name__} has no dot_product_attention with an AttentionBackend")
     try:
         cell = _wrapper_cell(function)
@@ -126,8 +126,11 @@ def _register_codecs(enum: Any) -> None:
             path, f"unknown attention backend {raw!r};{nearest(str(raw), values)} there are: {', '.join(values)}"
         )
 
-    draccus.encode.register(str, encode, include_subclasses=True)
-    draccus.decode.register(enum, decode)
+    # Draccus hangs its registries on plain functions, which a type checker cannot see.
+    encoders: Any = draccus.encode
+    decoders: Any = draccus.decode
+    encoders.register(str, encode, include_subclasses=True)
+    decoders.register(enum, decode)
     copyreg.pickle(enum, _reduce_member)
 
 

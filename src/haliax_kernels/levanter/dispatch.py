@@ -132,11 +132,9 @@ def _as_attention_mask(mask: Any) -> Any:
 
 def _block_sizes(flash_block_size: int | None) -> BlockSizes | None:
     options = current_options()
-    q = options.block_q or flash_block_size
-    k = options.block_k or flash_block_size
-    if q is None and k is None:
-        return None
-    return BlockSizes(q=q or k, k=k or q)
+    q = options.block_q or flash_block_size or options.block_k
+    k = options.block_k or flash_block_size or options.block_q
+    return None if q is None or k is None else BlockSizes(q=q, k=k)
 
 
 def _log_once(level: int, message: str) -> None:
