@@ -60,6 +60,20 @@ def shard_map(
     return jax.shard_map(f, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def varying_axes(x: jax.Array) -> frozenset[str]:
+    """The manual mesh axes over which an enclosing `shard_map` with `check_vma` knows `x` to vary."""
+    found = jax.typeof(x)
+    if hasattr(found, "vma"):  # jax 0.9
+        return found.vma
+    return getattr(getattr(found, "manual_axis_type", None), "varying", frozenset())
+
+
+def mark_varying(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    """`x`, known to vary over `axes` too; its gradient is then summed over those that are new."""
+    new = tuple(sorted(axes - varying_axes(x)))
+    return jax.lax.pcast(x, new, to="varying") if new else x
+
+
 def type_spec(x: Any) -> tuple[Any, PartitionSpec] | None:
     """(mesh, PartitionSpec) of the array's own type, or None where its type names no mesh."""
     try:

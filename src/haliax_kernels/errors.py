@@ -77,6 +77,9 @@ class UnsupportedOptionError(NamedKernelError, NotImplementedError):
 class NoImplementationError(ExceptionGroup, UnsupportedOptionError):
     """No implementation can run the call; holds one exception per implementation, each with its reasons."""
 
+    def __str__(self) -> str:
+        return self.message + "".join(f"\n  - {e}" for e in self.exceptions)
+
 
 def mesh_axes_text(mesh_axes: Sequence[str], sizes: dict[str, int]) -> str:
     """`mesh axis 'context' (4 devices)` or `mesh axes 'data' and 'model' (2 x 4 devices)`."""

@@ -156,7 +156,7 @@ class _Sharded:
         forward = wrap(self._map(self._forward_local, self.in_specs, self.out_specs))
         forward_saving = wrap(self._map(self._forward_saving_local, self.in_specs, saving_specs))
         backward = wrap(self._backward_global)
-        f = jax.custom_vjp(lambda *xs: forward(*xs))
+        f = jax.custom_vjp(lambda *xs: _like_inputs(forward(*xs), xs))
         f.defvjp(functools.partial(self._vjp_forward, forward_saving), functools.partial(self._vjp_backward, backward))
         return f
 
@@ -167,6 +167,8 @@ class _Sharded:
         xs = tuple(self._pin(v, x.spec) if x.reshard else v for x, v in zip(self.plan.inputs, xs, strict=True))
         if not any(isinstance(v, _compat.Tracer) for v in xs):
             return self._forward(*xs)
+        if self.mesh.manual:
+            xs = self._all_varying(xs)
         again, self._traced = self._traced, True
         try:
             return (self._again if again else self._once)(*xs)
@@ -178,6 +180,18 @@ class _Sharded:
                     "named kernel on a mesh is not supported. Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
                 ) from e
             raise
+
+    def _all_varying(self, xs: Arrays) -> Arrays:
+        """Let an enclosing `shard_map` with `check_vma` know that what one argument varies over, all results do.
+
+        The inner `shard_map` drops that knowledge; an argument that is the same everywhere would then get the gradient
+        of one shard only.
+        """
+        varying = frozenset[str]().union(*(_compat.varying_axes(v) for v in xs))
+        return tuple(
+            _compat.mark_varying(v, varying) if x.differentiable else v
+            for x, v in zip(self.plan.inputs, xs, strict=True)
+        )
 
     def _pin(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Reshard `x` where its type on an Explicit mesh says something else than `spec`."""
@@ -266,6 +280,7 @@ class _Sharded:
 
     def _vjp_forward(self, forward_saving: Callable[..., Any], *xs: jax.Array) -> tuple[Arrays, Any]:
         outs, saved = forward_saving(*xs)
+        outs = _like_inputs(outs, xs)
         needed = [xs[i] for i in saved.aux.indices("input")]
         reused = [outs[j] for j in saved.aux.indices("output")]
         return outs, (needed, reused, saved)
@@ -277,7 +292,7 @@ class _Sharded:
             None if ct.dtype == jax.dtypes.float0 else self._pin(ct, out.spec)
             for ct, out in zip(cts, self.plan.outputs, strict=True)
         ]
-        grads = dict(zip(self.moving, backward(*residuals, real), strict=True))
+        grads = dict(zip(self.moving, _like_inputs(backward(*residuals, real), real), strict=True))
         return tuple(grads.get(i) for i in range(len(self.plan.inputs)))
 
     def _backward_global(
@@ -362,6 +377,12 @@ class _Sharded:
 
     def _count(self, mesh_axes: MeshAxes) -> int:
         return math.prod(self.sizes[m] for m in mesh_axes)
+
+
+def _like_inputs(outs: Arrays, inputs: Sequence[jax.Array | None]) -> Arrays:
+    """`outs`, known to vary over the manual mesh axes that any of `inputs` varies over."""
+    varying = frozenset[str]().union(*(_compat.varying_axes(v) for v in inputs if v is not None))
+    return tuple(_compat.mark_varying(v, varying) for v in outs)
 
 
 def _only(entry: Any, mesh_axes: Sequence[str]) -> Any:
