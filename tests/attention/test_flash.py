@@ -226,6 +226,10 @@ def test_choice_of_implementation(caplog):
     with pytest.raises(UnsupportedOptionError, match="needs a tpu, and this call runs on cpu"):
         flash_attention(Pos, KPos, D, *arrays(), implementation="splash")
     assert choose(Request("tpu", (), jnp.float32), None).name == "splash"
+    assert choose(Request("tpu", (), jnp.bfloat16, BlockSizes(256, 128)), None).name == "splash"
+    assert choose(Request("tpu", (), jnp.float16), None).name == "xla"
+    with pytest.raises(UnsupportedOptionError, match="multiples of 128, but are q 64"):
+        choose(Request("tpu", (), jnp.float32, BlockSizes(64, 128)), "splash")
     with caplog.at_level("WARNING"):
         assert choose(Request("tpu", ("return_lse",), jnp.float32), None).name == "xla"
     assert "return_lse" in caplog.text

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from haliax_kernels import _compat
 from haliax_kernels.attention.block_sizes import BlockSizes
@@ -36,11 +37,13 @@ class Request:
         platform: `cpu`, `gpu` or `tpu`.
         options: the names of the options in use that not every implementation has to honour, such as `bias`.
         dtype: the dtype of the products' operands.
+        block_sizes: the block sizes asked for.
     """
 
     platform: str
     options: tuple[str, ...]
     dtype: Any
+    block_sizes: BlockSizes | None = None
 
 
 @dataclass(frozen=True)
@@ -52,16 +55,19 @@ class Implementation:
         platforms: where it runs; None for everywhere.
         honours: the options it honours.
         make: the local function; `make(return_lse)` imports what it needs.
+        limits: further reasons why it cannot run a request.
     """
 
     name: str
     platforms: frozenset[str] | None
     honours: frozenset[str]
     make: Callable[[bool], Callable[..., Any]] = field(compare=False)
+    limits: Callable[[Request], list[str]] = field(default=lambda request: [], compare=False)
 
     def refusals(self, request: Request) -> list[str]:
         """Why it cannot run the request; empty if it can."""
         reasons = [f"it does not support {o}" for o in request.options if o not in self.honours]
+        reasons += self.limits(request)
         if self.platforms is not None and request.platform not in self.platforms:
             reasons.insert(
                 0, f"it needs a {' or '.join(sorted(self.platforms))}, and this call runs on {request.platform}"
@@ -97,8 +103,18 @@ def _make_splash(return_lse: bool) -> Callable[..., Any]:
     return splash.attention
 
 
+def _splash_limits(request: Request) -> list[str]:
+    reasons = []
+    if request.dtype not in (jnp.float32, jnp.bfloat16):
+        reasons.append(f"it takes float32 and bfloat16, not {jnp.dtype(request.dtype)}")
+    sizes = request.block_sizes
+    if sizes is not None and (sizes.q % 128 or sizes.k % 128):
+        reasons.append(f"its block_sizes must be multiples of 128, but are q {sizes.q}, k {sizes.k}")
+    return reasons
+
+
 IMPLEMENTATIONS = (
-    Implementation("splash", frozenset({"tpu"}), frozenset(), _make_splash),
+    Implementation("splash", frozenset({"tpu"}), frozenset(), _make_splash, _splash_limits),
     Implementation("xla", None, frozenset({"return_lse"}), _make_xla),
 )
 

@@ -146,7 +146,7 @@ def flash_attention(
     dtype = jnp.result_type(query.dtype, key.dtype, value.dtype)
     if not jnp.issubdtype(dtype, jnp.floating):
         raise ArgumentError(f"flash_attention: query, key and value must be floating-point, but together are {dtype}.")
-    chosen = choose(Request(current_platform(), used, dtype), implementation)
+    chosen = choose(Request(current_platform(), used, dtype, block_sizes), implementation)
     ids = [x for x in (parts.q_segment_ids, parts.k_segment_ids) if x is not None]
     shared = {a.name for x in (key, value, *ids) for a in x.axes}
     group = tuple(a.name for a in query.axes if a.name not in shared and a.name not in (q_pos, head))
