@@ -106,9 +106,45 @@ def report(name, check):
         print(json.dumps({"case": name, "error": f"{type(e).__name__}: {e}"[:2000]}), flush=True)
 
 
-def run_case(name, sizes, mapping, attend, devices) -> None:
+def make_mesh(sizes, devices, axis_type=AxisType.Auto):
     shape = tuple(sizes.values())
-    mesh = Mesh(np.array(devices[:4]).reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(sizes))
+    return Mesh(np.array(devices[:4]).reshape(shape), tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def check(f, args, wanted):
+    text = compiled(f, *args)
+    return {"found": collectives(text), "planned": wanted, "kernels": text.count("tpu_custom_call")}
+
+
+def run_contexts(attend, devices) -> None:
+    """The same kernel on an Explicit mesh, and inside a shard_map that is manual over one of the mesh axes."""
+    sizes, mapping = {"data": 2, "model": 2}, {"batch": "data", "heads": "model"}
+    shapes = ((B, H, G, Pos, D), (B, H, KPos, D), (B, H, KPos, D))
+
+    def forward(q, k, v):
+        return attend(q, k, v).array
+
+    mesh = make_mesh(sizes, devices, AxisType.Explicit)
+    with jax.set_mesh(mesh):
+        report("explicit: forward", lambda: check(forward, [abstract(a, mesh, mapping) for a in shapes], {}))
+
+    mesh = make_mesh(sizes, devices)
+    args = [abstract(a, mesh, mapping) for a in shapes]
+
+    def body(*arrays):
+        local = [NamedArray(x, (B.resize(2), *axes[1:])) for x, axes in zip(arrays, shapes, strict=True)]
+        return attend(*local, axis_mapping={"heads": "model"}).array
+
+    def nested(q, k, v):
+        spec = PartitionSpec("data")
+        f = jax.shard_map(body, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, axis_names={"data"}, check_vma=False)
+        return f(q.array, k.array, v.array)
+
+    report("nested: forward", lambda: check(nested, args, {}))
+
+
+def run_case(name, sizes, mapping, attend, devices) -> None:
+    mesh = make_mesh(sizes, devices)
     args = [abstract(axes, mesh, mapping) for axes in ((B, H, G, Pos, D), (B, H, KPos, D), (B, H, KPos, D))]
 
     def bare(q, k, v):
@@ -125,10 +161,6 @@ def run_case(name, sizes, mapping, attend, devices) -> None:
         # The cotangent is the output's own size and sharding: only the kernel communicates.
         o, pullback = jax.vjp(lambda q, k, v: f(q, k, v, *more), q, k, v)
         return pullback(o)
-
-    def check(f, args, wanted):
-        text = compiled(f, *args)
-        return {"found": collectives(text), "planned": wanted, "kernels": text.count("tpu_custom_call")}
 
     with jax.set_mesh(mesh), hax.axis_mapping(mapping):
         report(f"{name}: bare", lambda: {"hlo": bool(compiled(bare, *args))})
@@ -150,6 +182,7 @@ def main() -> None:
     attend = named_kernel(ATTENTION, policies={"q_pos": Parallel()}, name="attend")(pallas_attention).bind(**AXES)
     for name, (sizes, mapping) in CASES.items():
         run_case(name, sizes, mapping, attend, devices)
+    run_contexts(attend, devices)
 
 
 if __name__ == "__main__":
