@@ -81,7 +81,7 @@ def test_what_varies_is_accounted_for(call):
 def plan_only(kernel, arrays, mapping, mesh):
     """The plan before the kernel is traced: these kernels have no body."""
     shape, _, key = kernel._read(tuple(arrays), {}, None, mapping, mesh)
-    return kernel._ready(shape, *key)[0]
+    return kernel._ready(kernel._spec, shape, *key)[0]
 
 
 def test_table_of_a_call_that_runs():

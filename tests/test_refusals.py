@@ -3,6 +3,7 @@
 
 """Each mistake gives its own error while planning; it names axis, argument, mesh axis, origin and remedy."""
 
+import equinox as eqx
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -328,6 +329,21 @@ def test_closed_over_tracer():
 
     with pytest.raises(TransformError, match="'scale'"):
         jax.grad(f)(2.0)
+
+
+def test_module_that_holds_a_tracer():
+    class Scale(eqx.Module):
+        scale: jax.Array
+
+        def __call__(self, x):
+            return x * self.scale
+
+    def f(scale):
+        return named_kernel("d -> d", name="scaled")(Scale(scale)).bind(d="head_size")(V).sum().scalar()
+
+    with pytest.raises(TransformError, match="a field of it"):
+        jax.grad(f)(2.0)
+    assert f(jnp.float32(2.0)) == 2.0 * V.array.size
 
 
 def test_forward_mode():

@@ -259,6 +259,34 @@ def test_second_eager_call_compiles_nothing():
         assert len(traces) == 3
 
 
+def test_derived_kernels_share_what_is_compiled():
+    x, w = arrays()
+    traces = []
+    kernel = named_kernel("e, e -> e")(lambda x, w: (traces.append(1), x * w)[1])
+    with jax.set_mesh(make_mesh(data=4)), hax.axis_mapping(MAPPING):
+        for _ in range(3):
+            kernel.bind(e="embed")(hax.shard(x), w)
+        assert len(traces) == 1
+        kernel.with_policies(e=Gather()).bind(e="embed")(hax.shard(x), w)
+        assert len(traces) == 2
+
+
+def test_gradient_under_hax_vmap_over_a_sharded_axis():
+    """Field case F28: hax.vmap over the batch, which the mapping shards."""
+    x, w = arrays()
+
+    def loss(x, w):
+        return jnp.sum(hax.vmap(lambda x: scaled(x, w), B)(x).array ** 2)
+
+    want = jax.grad(lambda x, w: jnp.sum((jnp.sin(x) * w * x.sum(-1, keepdims=True)) ** 2), argnums=(0, 1))(
+        x.array, w.array
+    )
+    with jax.set_mesh(make_mesh(data=4, model=2)), hax.axis_mapping(MAPPING):
+        got = hax.named_jit(jax.grad(loss, argnums=(0, 1)))(hax.shard(x), hax.shard(w))
+    for a, b in zip(got, want, strict=True):
+        np.testing.assert_allclose(a.array, b, rtol=2e-4, atol=1e-4)
+
+
 def test_the_cache_does_not_confuse_equal_hashes():
     kernel = named_kernel("embed -> embed")(lambda x, flag: x * (2.0 if flag is True else 3.0))
     x = hax.ones(D)

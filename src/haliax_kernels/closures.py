@@ -15,7 +15,7 @@ from haliax_kernels.errors import TransformError
 
 
 def refuse_closed_over_tracers(fn: Callable[..., Any], kernel: str) -> None:
-    """Raise where `fn` holds a tracer in its closure, its defaults, or a partial's arguments.
+    """Raise where `fn` holds a tracer in its closure, its defaults, its fields, or a partial's arguments.
 
     Raises:
         TransformError: naming the variable.
@@ -42,5 +42,10 @@ def _held(fn: Any) -> Iterator[tuple[str, Any]]:
             except ValueError:  # a cell that is not filled yet
                 continue
         yield from ((f"default {i}", v) for i, v in enumerate(fn.__defaults__ or ()))
+    elif inspect.ismethod(fn):
+        yield "self", fn.__self__
+        yield from _held(fn.__func__)
     elif hasattr(fn, "__wrapped__"):
         yield from _held(fn.__wrapped__)
+    else:
+        yield "a field of it", fn  # a callable module, such as an eqx.Module

@@ -133,7 +133,8 @@ class _Sharded:
         self.sizes = dict(self.mesh.sizes)
         self.in_specs = tuple(x.spec for x in self.plan.inputs)
         self.out_specs = tuple(out.spec for out in self.plan.outputs)
-        self.everywhere = PartitionSpec(self.mesh.axis_names)
+        # Residuals are stacked over the mesh axes that make them differ; an enclosing vmap may own the others.
+        self.stacked = PartitionSpec(self.plan.varying or None)
         self.moving = tuple(i for i, x in enumerate(self.plan.inputs) if x.differentiable)
         self._traced = False
 
@@ -152,7 +153,7 @@ class _Sharded:
         return self._differentiable(jax.jit)
 
     def _differentiable(self, wrap: Callable[..., Any]) -> Callable[..., Arrays]:
-        saving_specs = (self.out_specs, self.everywhere)
+        saving_specs = (self.out_specs, self.stacked)
         forward = wrap(self._map(self._forward_local, self.in_specs, self.out_specs))
         forward_saving = wrap(self._map(self._forward_saving_local, self.in_specs, saving_specs))
         backward = wrap(self._backward_global)
@@ -316,7 +317,7 @@ class _Sharded:
         in_specs = (
             [self.in_specs[i] for i in ins],
             [self.out_specs[j] for j in outs],
-            self.everywhere,
+            self.stacked,
             [None if ct is None else spec for ct, spec in zip(cts, self.out_specs, strict=True)],
         )
         out_specs = tuple(self.in_specs[i] for i in self.moving)

@@ -30,7 +30,9 @@ _OWN_KEYWORDS = ("axes", "axis_mapping", "mesh")
 class NamedKernel:
     """A kernel that takes and returns NamedArrays; made by `named_kernel`."""
 
-    def __init__(self, fn: Callable[..., Any], spec: KernelSpec, axes: FrozenAxes = ()):
+    def __init__(
+        self, fn: Callable[..., Any], spec: KernelSpec, axes: FrozenAxes = (), ready: Callable[..., Any] | None = None
+    ):
         self._fn, self._spec, self._axes = fn, spec, axes
         python = call_signature(fn)
         taken = [k for k in _OWN_KEYWORDS if python is not None and k in python.parameters]
@@ -41,7 +43,8 @@ class NamedKernel:
                 "the kernel's."
             )
         self._reader = ArgumentReader(fn, spec.name, spec.signature, python)
-        self._ready = functools.lru_cache(maxsize=256)(self._make_ready)
+        # Kernels derived from this one share its cache: `kernel.bind(...)(...)` in a loop compiles once.
+        self._ready = ready or functools.lru_cache(maxsize=256)(functools.partial(_make_ready, fn))
         functools.update_wrapper(self, fn, updated=())
 
     def __repr__(self) -> str:
@@ -75,7 +78,7 @@ class NamedKernel:
             NamedKernelError: a subclass that says what cannot run and what to do; before the kernel is traced.
         """
         shape, arrays, key = self._read(args, kwargs, axes, axis_mapping, mesh)
-        plan, run = self._ready(shape, *key)
+        plan, run = self._ready(self._spec, shape, *key)
         if run is None:
             raise plan.refusal()
         refuse_closed_over_tracers(self._fn, self._spec.name)
@@ -106,7 +109,7 @@ class NamedKernel:
         cannot run, the plan's `refusals` say why. Where it can, the kernel is traced for the shapes of its outputs.
         """
         shape, _, key = self._read(args, kwargs, axes, axis_mapping, mesh)
-        plan, run = self._ready(shape, *key)
+        plan, run = self._ready(self._spec, shape, *key)
         if run is None:
             return plan
         return plan.with_outputs(LocalKernel(self._fn, plan, shape).output_shapes())
@@ -114,7 +117,7 @@ class NamedKernel:
     def bind(self, **axes: AxisBinding) -> "NamedKernel":
         """The kernel with some core axes bound for good: `attend.bind(q_pos="position")`."""
         frozen = freeze_axes(axes, self._spec.signature, self._spec.name)
-        return NamedKernel(self._fn, self._spec, _merged(self._axes, frozen))
+        return NamedKernel(self._fn, self._spec, _merged(self._axes, frozen), self._ready)
 
     def with_policies(self, **policies: Policy) -> "NamedKernel":
         """The kernel with other policies for some core axes: `attend.with_policies(k_pos=Gather())`.
@@ -124,7 +127,8 @@ class NamedKernel:
         """
         merged = {**dict(self._spec.policies), **policies}
         checked = check_policies(merged, self._spec.signature, self._spec.name)
-        return NamedKernel(self._fn, replace(self._spec, policies=tuple(checked.items())), self._axes)
+        spec = replace(self._spec, policies=tuple(checked.items()))
+        return NamedKernel(self._fn, spec, self._axes, self._ready)
 
     def with_remedies(self, remedies: Mapping[str, tuple[tuple[str, str], ...]]) -> "NamedKernel":
         """The kernel with its own ways out where a core axis is sharded that it needs whole, instead of the general
@@ -136,7 +140,8 @@ class NamedKernel:
             remedies: per core axis, (what it does, code); `{axis}` and `{mesh_axes}` stand for the array axis and the
                 mesh axes that shard it.
         """
-        return NamedKernel(self._fn, replace(self._spec, remedies=tuple(remedies.items())), self._axes)
+        spec = replace(self._spec, remedies=tuple(remedies.items()))
+        return NamedKernel(self._fn, spec, self._axes, self._ready)
 
     def _read(
         self,
@@ -154,15 +159,21 @@ class NamedKernel:
         source = ShardingSource(freeze_mapping(axis_mapping), freeze_mapping(context))
         return shape, arrays, (frozen, find_mesh(mesh, arrays), source)
 
-    def _make_ready(
-        self, shape: CallShape, axes: FrozenAxes, mesh: MeshContext | None, source: ShardingSource
-    ) -> tuple[KernelPlan, Callable[..., tuple[jax.Array, ...]] | None]:
-        """The plan of a call, and what runs it (None where it is refused). Cached per instance."""
-        plan = make_plan(self._spec, shape.infos, axes, mesh, source)
-        if plan.refusals:
-            return plan, None
-        local = LocalKernel(self._fn, plan, shape)
-        return plan, sharded_call(local) if plan.sharded else jax.jit(local.direct)
+
+def _make_ready(
+    fn: Callable[..., Any],
+    spec: KernelSpec,
+    shape: CallShape,
+    axes: FrozenAxes,
+    mesh: MeshContext | None,
+    source: ShardingSource,
+) -> tuple[KernelPlan, Callable[..., tuple[jax.Array, ...]] | None]:
+    """The plan of a call, and what runs it (None where it is refused)."""
+    plan = make_plan(spec, shape.infos, axes, mesh, source)
+    if plan.refusals:
+        return plan, None
+    local = LocalKernel(fn, plan, shape)
+    return plan, sharded_call(local) if plan.sharded else jax.jit(local.direct)
 
 
 def _merged(old: FrozenAxes, new: FrozenAxes) -> FrozenAxes:

@@ -209,6 +209,12 @@ class KernelPlan:
         """The array axes that a core axis is bound to."""
         return dict(self.bindings)[core]
 
+    @property
+    def varying(self) -> MeshAxes:
+        """The mesh axes over which the kernel's arguments differ from device to device, in the mesh's order."""
+        found = {m for x in self.inputs for a in x.axes for m in a.kernel_mesh_axes}
+        return tuple(m for m, _ in self.mesh.sizes if m in found) if self.mesh is not None else ()
+
     def refusal(self) -> NamedKernelError:
         """The first refusal, with the others as notes; a fresh one each time, since plans are cached."""
         first, *others = self.refusals
