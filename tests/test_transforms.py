@@ -259,6 +259,23 @@ def test_second_eager_call_compiles_nothing():
         assert len(traces) == 3
 
 
+def test_second_eager_gradient_compiles_nothing():
+    x, w = arrays()
+    traces = []
+
+    @named_kernel("embed, embed -> embed")
+    def kernel(x, w):
+        traces.append(1)
+        return x * w
+
+    with jax.set_mesh(make_mesh(data=4)), hax.axis_mapping(MAPPING):
+        gradient = jax.grad(lambda x: jnp.sum(kernel(x, w).array))
+        gradient(hax.shard(x))
+        first = len(traces)
+        gradient(hax.shard(x))
+        assert len(traces) == first == 1
+
+
 def test_derived_kernels_share_what_is_compiled():
     x, w = arrays()
     traces = []

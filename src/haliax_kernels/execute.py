@@ -18,6 +18,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
+from haliax.jax_utils import is_in_jit
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -144,7 +145,7 @@ class _Sharded:
 
     @functools.cached_property
     def _once(self) -> Callable[..., Arrays]:
-        """For the first traced call: nothing is jitted, since that would be traced through one more layer."""
+        """For the first call under jit: nothing is jitted again, since that would be traced through one more layer."""
         return self._differentiable(lambda f: f)
 
     @functools.cached_property
@@ -170,15 +171,16 @@ class _Sharded:
             return self._forward(*xs)
         if self.mesh.manual:
             xs = self._all_varying(xs)
-        again, self._traced = self._traced, True
+        once = not self._traced and is_in_jit()
+        self._traced = True
         try:
-            return (self._again if again else self._once)(*xs)
+            return (self._once if once else self._again)(*xs)
         except TypeError as e:
             if "forward-mode" in str(e) and "custom_vjp" in str(e):
                 raise TransformError(
-                    f"kernel {self.plan.kernel!r}: forward-mode differentiation (jax.jvp, jax.jacfwd, jax.linearize) "
-                    "of a "
-                    "named kernel on a mesh is not supported. Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
+                    f"kernel {self.plan.kernel!r}: forward-mode differentiation (jax.jvp, jax.jacfwd) of a named "
+                    "kernel on "
+                    "a mesh is not supported. Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
                 ) from e
             raise
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, PartitionSpec
+from jax.sharding import PartitionSpec
 
 from haliax_kernels.errors import NamedKernelError
 from haliax_kernels.mesh import MeshAxes, MeshContext
@@ -200,10 +200,6 @@ class KernelPlan:
     def sharded(self) -> bool:
         """Whether the kernel runs under `shard_map` (else it is called directly)."""
         return self.mesh is not None
-
-    @property
-    def concrete_mesh(self) -> Mesh | None:
-        return self.mesh.mesh if self.mesh is not None and isinstance(self.mesh.mesh, Mesh) else None
 
     def bound(self, core: str) -> tuple[str, ...]:
         """The array axes that a core axis is bound to."""
