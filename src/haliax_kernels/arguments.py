@@ -179,10 +179,8 @@ class ArgumentReader:
         except TypeError as e:
             raise ArgumentError(
                 f"kernel {self._kernel!r}: argument {label!r} is a {type(value).__name__}, which is neither an array "
-                "nor "
-                "hashable. What is no array is static and becomes part of the compiled kernel: pass a hashable value "
-                "(a "
-                "tuple, a frozen dataclass), or an array."
+                "nor hashable. What is no array is static and becomes part of the compiled kernel: pass a hashable "
+                "value (a tuple, a frozen dataclass), or an array."
             ) from e
         return Static(type(value), value)
 

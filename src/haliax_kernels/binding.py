@@ -123,18 +123,16 @@ def _named_roles(
         for name in names[core]:
             if name in core_of:
                 raise BindingError(
-                    f"kernel {kernel!r}: core axes {core_of[name]!r} and {core!r} of argument {info.label!r} are "
-                    "both bound "
-                    f"to array axis {name!r}. Bind them to two axes with axes=, and rename one where they are the "
-                    "same."
+                    f"kernel {kernel!r}: core axes {core_of[name]!r} and {core!r} of argument {info.label!r} are both "
+                    f"bound to array axis {name!r}. Bind them to two axes with axes=, and rename one where they are "
+                    "the same."
                 )
             core_of[name] = core
             if name not in own:
                 near = difflib.get_close_matches(name, [n for n in own if n], 1)
                 raise BindingError(
                     f"kernel {kernel!r}: argument {info.label!r} has no axis {name!r} for core axis {core!r}; its "
-                    "axes are "
-                    f"({', '.join(f'{n} {s}' for n, s in info.axes)}). Say which one it is: "
+                    f"axes are ({', '.join(f'{n} {s}' for n, s in info.axes)}). Say which one it is: "
                     f'axes={{"{core}": "{near[0] if near else "..."}"}}.'
                 )
     return tuple((n or "", core_of.get(n or ""), n not in core_of) for n in own)
@@ -146,9 +144,8 @@ def _positional_roles(
     if len(info.axes) != len(spec):
         raise ArgumentError(
             f"kernel {kernel!r}: argument {info.label!r} is a plain array of shape {tuple(n for _, n in info.axes)}, "
-            "but its "
-            f"place in the signature has {len(spec)} core axes ({' '.join(spec) or 'none'}). A plain array is taken "
-            "positionally and has no loop axes: name them with haliax.named(array, (...))."
+            f"but its place in the signature has {len(spec)} core axes ({' '.join(spec) or 'none'}). A plain array is "
+            "taken positionally and has no loop axes: name them with haliax.named(array, (...))."
         )
     for core in spec:
         if len(names[core]) != 1:
@@ -169,8 +166,7 @@ def _check_outputs(
                 if name in seen:
                     raise BindingError(
                         f"kernel {kernel!r}: output {i} would have axis {name!r} twice: as {core!r} and as "
-                        f"{seen[name]}. "
-                        f"Rename one of the arguments' axes, or bind {core!r} to another name: "
+                        f"{seen[name]}. Rename one of the arguments' axes, or bind {core!r} to another name: "
                         f'axes={{"{core}": "..."}}.'
                     )
                 seen[name] = f"{core!r}"

@@ -24,8 +24,7 @@ def refuse_closed_over_tracers(fn: Callable[..., Any], kernel: str) -> None:
         if any(isinstance(leaf, Tracer) for leaf in jax.tree_util.tree_leaves(value)):
             raise TransformError(
                 f"kernel {kernel!r} closes over {name!r}, an array of the surrounding jit, grad or vmap: how it is "
-                "sharded "
-                "cannot be seen, and its gradient would be lost.\n"
+                "sharded cannot be seen, and its gradient would be lost.\n"
                 f"  - make it an argument:    give {name!r} a place in the signature and pass it in the call"
             )
 

@@ -179,8 +179,7 @@ class _Sharded:
             if "forward-mode" in str(e) and "custom_vjp" in str(e):
                 raise TransformError(
                     f"kernel {self.plan.kernel!r}: forward-mode differentiation (jax.jvp, jax.jacfwd) of a named "
-                    "kernel on "
-                    "a mesh is not supported. Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
+                    "kernel on a mesh is not supported. Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
                 ) from e
             raise
 

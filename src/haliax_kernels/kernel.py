@@ -39,8 +39,7 @@ class NamedKernel:
         if taken:
             raise SignatureError(
                 f"kernel {spec.name!r} has a parameter {taken[0]!r}, a keyword that every named kernel takes itself. "
-                "Rename "
-                "the kernel's."
+                "Rename the kernel's."
             )
         self._reader = ArgumentReader(fn, spec.name, spec.signature, python)
         # Kernels derived from this one share its cache: `kernel.bind(...)(...)` in a loop compiles once.

@@ -131,9 +131,8 @@ def output_layout(plan: KernelPlan, index: int, shape: tuple[int, ...]) -> Layou
 def _part_sizes(plan: KernelPlan, index: int, core: str, parts: list[AxisPlan]) -> list[int]:
     if any(a.size < 0 for a in parts):
         raise OutputError(
-            f"kernel {plan.kernel!r}: output {index} has core axis {core!r}, which no argument has and which is "
-            "bound to "
-            f"several array axes {plan.bound(core)}: their sizes are not known. Bind it to axes with sizes, "
+            f"kernel {plan.kernel!r}: output {index} has core axis {core!r}, which no argument has and which is bound "
+            f"to several array axes {plan.bound(core)}: their sizes are not known. Bind it to axes with sizes, "
             f'axes={{"{core}": (Axis(...), Axis(...))}}.'
         )
     # An output axis that is gathered and not cut again carries no shards: its plan's size is the whole one either way.
@@ -160,22 +159,19 @@ def check_outputs(plan: KernelPlan, returned: object) -> tuple[jax.Array, ...]:
         if not isinstance(out, jax.Array):
             raise OutputError(
                 f"kernel {name!r} returned a {type(out).__name__} as output {i}; it must return plain local "
-                "jax.Arrays "
-                "(the decorator adds the axes)."
+                "jax.Arrays (the decorator adds the axes)."
             )
         wanted = [("leading dimension", n) for n in lead] + [(f"axis {c!r}", known.get(c, -1)) for c in spec.axes]
         if out.ndim != len(wanted):
             raise OutputError(
                 f"kernel {name!r} returned output {i} of shape {out.shape}, but its signature says {len(wanted)} "
-                "dimensions: "
-                f"({', '.join(what for what, _ in wanted)})."
+                f"dimensions: ({', '.join(what for what, _ in wanted)})."
             )
         for (what, size), found in zip(wanted, out.shape, strict=True):
             if size >= 0 and size != found:
                 raise OutputError(
                     f"kernel {name!r} returned output {i} of shape {out.shape}: its {what} has size {found}, but is "
-                    f"{size} "
-                    "on each device."
+                    f"{size} on each device."
                 )
     return outs  # type: ignore[return-value]
 

@@ -75,22 +75,19 @@ def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, k
         if axis not in signature.input_axes:
             raise PolicyError(
                 f'kernel {kernel!r}: axis {axis!r} is {policy}(), but no argument of "{signature}" has it, so it is '
-                "never "
-                "sharded. Drop the policy."
+                "never sharded. Drop the policy."
             )
         lacking = [i for i, out in enumerate(signature.outputs) if axis not in out.axes]
         if isinstance(policy, Parallel) and lacking:
             raise PolicyError(
                 f'kernel {kernel!r}: axis {axis!r} is Parallel(), but output {lacking[0]} of "{signature}" lacks it: '
-                "what "
-                "would each shard's result be? Use Sum() where the kernel sums over it, Gather() where it needs it "
-                "whole."
+                "what would each shard's result be? Use Sum() where the kernel sums over it, Gather() where it needs "
+                "it whole."
             )
         if isinstance(policy, Sum) and not lacking:
             raise PolicyError(
                 f'kernel {kernel!r}: axis {axis!r} is Sum(), but every output of "{signature}" still has it, so '
-                "nothing is "
-                "summed over it. Use Parallel() where indices are independent, Gather() where the axis is needed "
-                "whole."
+                "nothing is summed over it. Use Parallel() where indices are independent, Gather() where the axis is "
+                "needed whole."
             )
     return {axis: policies.get(axis, Local()) for axis in signature.core_axes}

@@ -69,10 +69,8 @@ class Refusals:
     def nothing_known(self, info: ArrayInfo) -> MissingShardingError:
         """Under jit, on Auto mesh axes, without a mapping."""
         return MissingShardingError(
-            f"{self.who} is called under jit with a mesh of several devices ({self.mesh_text}, "
-            f"{self.source}), "
-            f"and nothing says how argument {info.label!r} is sharded: there is no axis mapping, and JAX does not "
-            "show a "
+            f"{self.who} is called under jit with a mesh of several devices ({self.mesh_text}, {self.source}), and "
+            f"nothing says how argument {info.label!r} is sharded: there is no axis mapping, and JAX does not show a "
             "traced array's placement on Auto mesh axes. XLA would gather it and compute everything on every device."
             + ways_out(
                 ("set a mapping for the call", f'{self.kernel}(..., axis_mapping={{"batch": "data"}})'),
@@ -84,10 +82,8 @@ class Refusals:
     def opaque_sharding(self, info: ArrayInfo) -> MissingShardingError:
         """A concrete array under a sharding that names no mesh axes."""
         return MissingShardingError(
-            f"{self.who}: argument {info.label!r} lies on several devices under a "
-            f"{info.placement.opaque}, "
-            "which names no mesh axes."
-            + ways_out(("say how its axes are sharded", f"{self.kernel}(..., axis_mapping=...)"))
+            f"{self.who}: argument {info.label!r} lies on several devices under a {info.placement.opaque}, which "
+            "names no mesh axes." + ways_out(("say how its axes are sharded", f"{self.kernel}(..., axis_mapping=...)"))
         )
 
     def unknown_mesh_axis(self, info: ArrayInfo, a: AxisPlan, mesh_axis: str, origin: str) -> UnknownMeshAxisError:
@@ -104,11 +100,9 @@ class Refusals:
     def already_manual(self, info: ArrayInfo, a: AxisPlan, taken: MeshAxes, origin: str) -> ManualAxisError:
         needs = f"under {a.policy}()" if isinstance(a.policy, Sum | Gather) else "whole on every device"
         return ManualAxisError(
-            f"{self.who} needs {axis_text(a.name, a.core)} of argument {info.label!r} {needs}, but it is "
-            "mapped "
-            f"to {mesh_axes_text(taken, self.sizes)}, {origin}, which {self.source} has already made manual: the "
-            "array here "
-            "is one shard of it, and the kernel would take it for the whole."
+            f"{self.who} needs {axis_text(a.name, a.core)} of argument {info.label!r} {needs}, but it is mapped to "
+            f"{mesh_axes_text(taken, self.sizes)}, {origin}, which {self.source} has already made manual: the array "
+            "here is one shard of it, and the kernel would take it for the whole."
             + ways_out(
                 ("call the kernel outside that shard_map", f"{self.kernel}(...)  # it makes its own"),
                 ("if the array here is the whole axis", f"{self.kernel}(..., {_unmap(a.name)})"),
@@ -128,17 +122,15 @@ class Refusals:
 
     def mesh_axis_twice(self, x: InputPlan, a: AxisPlan, mesh_axis: str, other: str) -> MeshAxisConflictError:
         return MeshAxisConflictError(
-            f"{self.who}: argument {x.label!r} has {mesh_axes_text((mesh_axis,), self.sizes)} on two of "
-            "its "
-            f"axes, {other!r} and {a.name!r}, {a.origin}; one mesh axis can shard one axis only."
+            f"{self.who}: argument {x.label!r} has {mesh_axes_text((mesh_axis,), self.sizes)} on two of its axes, "
+            f"{other!r} and {a.name!r}, {a.origin}; one mesh axis can shard one axis only."
             + ways_out(("drop one of them", _unmap(a.name)))
         )
 
     def uneven(self, x: InputPlan, a: AxisPlan) -> UnevenShardingError:
         fits = -(-a.size // a.shards) * a.shards
         return UnevenShardingError(
-            f"{self.who}: {axis_text(a.name, a.core)} of argument {x.label!r} has size {a.size}, which "
-            "is not "
+            f"{self.who}: {axis_text(a.name, a.core)} of argument {x.label!r} has size {a.size}, which is not "
             f"divisible by {mesh_axes_text(a.mesh_axes, self.sizes)}, {a.origin}."
             + ways_out(
                 ("pad it to the next size that fits", f'Axis("{a.name}", {fits})'),
@@ -149,9 +141,8 @@ class Refusals:
     def sharded(self, x: InputPlan, a: AxisPlan, remedies: Remedies | None) -> ShardedAxisError:
         """A `Local` axis over several devices; `remedies` stand in for the general ways out."""
         return ShardedAxisError(
-            f"{self.who} needs {axis_text(a.name, a.core)} whole on every device, but argument "
-            f"{x.label!r} has "
-            f"it sharded over {mesh_axes_text(a.mesh_axes, self.sizes)}, {a.origin}."
+            f"{self.who} needs {axis_text(a.name, a.core)} whole on every device, but argument {x.label!r} has it "
+            f"sharded over {mesh_axes_text(a.mesh_axes, self.sizes)}, {a.origin}."
             + ways_out(*(self._ways_for_local(x, a) if remedies is None else _filled(remedies, a)))
         )
 
@@ -204,12 +195,10 @@ class Refusals:
     ) -> MeshAxisConflictError:
         core = other.core or axis.core
         return MeshAxisConflictError(
-            f"{self.who}: {mesh_axes_text((mesh_axis,), self.sizes)} shards "
-            f"{axis_text(axis.name, axis.core)} of "
+            f"{self.who}: {mesh_axes_text((mesh_axis,), self.sizes)} shards {axis_text(axis.name, axis.core)} of "
             f"argument {first.label!r} and {axis_text(other.name, other.core)} of argument {second.label!r}, "
             f"{other.origin}: each device would combine one block of the one with one block of the other only, and "
-            "most "
-            "pairs would be missing."
+            "most pairs would be missing."
             + ways_out(
                 ("keep one of them whole for this call", f"{self.kernel}(..., {_unmap(other.name)})"),
                 ("let the kernel gather one", f"{self.kernel}.with_policies({core}=Gather())") if core else None,
@@ -218,9 +207,8 @@ class Refusals:
 
     def raw_key(self, x: InputPlan) -> ArgumentError:
         return ArgumentError(
-            f"{self.who}: argument {x.label!r} is a uint32 array of shape {x.shape} without a place in "
-            "the "
-            "signature: it looks like a raw PRNG key, with which every shard would draw the same numbers."
+            f"{self.who}: argument {x.label!r} is a uint32 array of shape {x.shape} without a place in the signature: "
+            "it looks like a raw PRNG key, with which every shard would draw the same numbers."
             + ways_out(
                 ("pass a typed key, which is folded per shard", f"jax.random.wrap_key_data({x.label})"),
                 ("or say that all shards share it", 'named_kernel(..., rng="replicated")'),

@@ -129,8 +129,7 @@ def parse_tokens(tokens: list[str], text: str, kernel: str) -> ArraySpec:
     if doubled:
         raise SignatureError(
             f"kernel {kernel!r}: axis {doubled[0]!r} stands twice in one array of {text!r}. Give the two dimensions "
-            "two "
-            "names, and bind both with axes= where they are the same array axis."
+            "two names, and bind both with axes= where they are the same array axis."
         )
     return ArraySpec(tuple(tokens), batch)
 
@@ -141,8 +140,7 @@ def _checked(signature: KernelSignature, text: str, kernel: str) -> KernelSignat
     if len(batches) > 1:
         raise SignatureError(
             f"kernel {kernel!r}: '*name' must stand at the front of every argument and output of {text!r}, with one "
-            "name, "
-            f"or of none; found {sorted(f'*{b}' if b else 'none' for b in batches)}."
+            f"name, or of none; found {sorted(f'*{b}' if b else 'none' for b in batches)}."
         )
     if batches and next(iter(batches)) in signature.core_axes:
         raise SignatureError(f"kernel {kernel!r}: {next(iter(batches))!r} is both '*name' and an axis in {text!r}.")
@@ -163,8 +161,7 @@ def signature_from_annotations(fn: Callable[..., Any], kernel: str) -> KernelSig
     except NameError as e:
         raise SignatureError(
             f"kernel {kernel!r}: its annotations cannot be read ({e}). Under 'from __future__ import annotations' "
-            "they must "
-            "use names of the module's global scope; or give the signature as a string."
+            "they must use names of the module's global scope; or give the signature as a string."
         ) from e
     params, inputs = [], []
     for name in inspect.signature(target).parameters:
@@ -185,8 +182,7 @@ def signature_from_annotations(fn: Callable[..., Any], kernel: str) -> KernelSig
     if not outputs or any(o is None for o in outputs):
         raise SignatureError(
             f"kernel {kernel!r}: its return annotation {returned!r} is not a jaxtyping array or a tuple of them. "
-            "Annotate it, "
-            "or give the signature as a string."
+            "Annotate it, or give the signature as a string."
         )
     out_specs = tuple(o for o in outputs if o is not None)
     signature = KernelSignature(tuple(inputs), out_specs, tuple(params), several)

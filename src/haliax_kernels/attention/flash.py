@@ -131,8 +131,7 @@ def flash_attention(
     if context_parallel not in ("auto", "error"):
         raise UnsupportedOptionError(
             f"flash_attention: context_parallel={context_parallel!r} is not supported yet; 'auto' and 'error' refuse "
-            "a sharded "
-            "sequence."
+            "a sharded sequence."
         )
     parts = read_mask(mask, q_pos, k_pos)
     options = {

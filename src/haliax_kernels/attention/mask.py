@@ -62,8 +62,7 @@ def read_mask(mask: Any, q_pos: str, k_pos: str) -> MaskParts:
     if not hasattr(mask, "is_causal"):
         raise ArgumentError(
             f"flash_attention: mask is a {type(mask).__name__}; expected None, a NamedArray, "
-            "haliax_kernels.AttentionMask, or "
-            "an object with the fields of Levanter's AttentionMask."
+            "haliax_kernels.AttentionMask, or an object with the fields of Levanter's AttentionMask."
         )
     others = [
         name.replace("explicit_mask", "explicit mask")

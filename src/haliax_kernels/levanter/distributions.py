@@ -26,8 +26,8 @@ def check_distributions() -> None:
         wanted = ", ".join(_MAINTAINED[name] for name in old)
         raise DistributionError(
             f"found the old distribution {found}, which shares its import name with {wanted}: which of the two is "
-            f"imported is chance. Repair it with: pip uninstall -y {' '.join(old)} && "
-            f"pip install --force-reinstall --no-deps {' '.join(_MAINTAINED[name] for name in old)}"
+            f"imported is chance. Repair it with: pip uninstall -y {' '.join(old)} && pip install --force-reinstall "
+            f"--no-deps {' '.join(_MAINTAINED[name] for name in old)}"
         )
     if _version("marin-levanter") is None:
         raise DistributionError("Levanter is not installed. Install it with: pip install 'haliax-kernels[levanter]'")
