@@ -3,6 +3,11 @@
 
 """Run Pallas kernels on Haliax NamedArrays over device meshes: planned, checked, and never silently wrong."""
 
+from haliax_kernels.distributions import refuse_old_distributions
+
+# Before anything imports haliax: which of two distributions answers to that name would be chance.
+refuse_old_distributions()
+
 from haliax_kernels.attention.block_sizes import BlockSizes as BlockSizes
 from haliax_kernels.attention.flash import flash_attention as flash_attention
 from haliax_kernels.attention.mask import AttentionMask as AttentionMask

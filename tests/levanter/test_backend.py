@@ -15,7 +15,8 @@ from importlib import metadata
 import draccus
 import pytest
 
-from haliax_kernels.levanter import backend, distributions, register
+from haliax_kernels import distributions
+from haliax_kernels.levanter import backend, register
 
 pytestmark = pytest.mark.levanter
 
@@ -177,13 +178,8 @@ def test_a_levanter_that_cannot_be_hooked_is_refused(monkeypatch):
         backend._hook_dispatcher(attention)
 
 
-def test_the_old_distributions_are_refused(monkeypatch):
-    distributions.check_distributions()
-    installed = {"haliax": "1.3", "marin-haliax": "0.2", "marin-levanter": "0.2"}
-    monkeypatch.setattr(distributions, "_version", installed.get)
-    with pytest.raises(ImportError, match=r"haliax 1\.3, which shares its import name with marin-haliax") as error:
-        distributions.check_distributions()
-    assert "pip uninstall -y haliax && pip install --force-reinstall --no-deps marin-haliax" in str(error.value)
-    installed.clear()
-    with pytest.raises(ImportError, match=r"pip install 'haliax-kernels\[levanter\]'"):
-        distributions.check_distributions()
+def test_without_levanter(monkeypatch):
+    distributions.require_levanter()
+    monkeypatch.setattr(distributions, "_version", {}.get)
+    with pytest.raises(distributions.DistributionError, match="haliax-kernels\\[levanter\\]"):
+        distributions.require_levanter()

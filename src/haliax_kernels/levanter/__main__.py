@@ -15,9 +15,9 @@ import sys
 import tempfile
 from pathlib import Path
 
+from haliax_kernels.distributions import DistributionError, require_levanter
 from haliax_kernels.levanter.config import KernelsConfig, KernelsConfigError, nearest, set_options
 from haliax_kernels.levanter.config_files import LauncherConfig, read_launcher_config
-from haliax_kernels.levanter.distributions import DistributionError, check_distributions
 
 _PROG = "python -m haliax_kernels.levanter"
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
@@ -39,7 +39,7 @@ def main(argv: list[str] | None = None) -> None:
     if rest[:1] == ["--"]:
         rest = rest[1:]
     try:
-        check_distributions()
+        require_levanter()
         _check_name(args.name, names)
         if args.devices is not None:
             use_cpu_devices(args.devices)

@@ -22,9 +22,9 @@ import aenum
 import draccus
 from draccus.utils import DecodingError
 
+from haliax_kernels.distributions import require_levanter
 from haliax_kernels.levanter.config import nearest
 from haliax_kernels.levanter.dispatch import BACKEND_VALUE, make_dispatcher
-from haliax_kernels.levanter.distributions import check_distributions
 
 logger = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ def register() -> HookKind:
 
     Raises:
         RuntimeError: If this Levanter is not laid out in a way that can be hooked.
-        DistributionError: If the old `haliax` or `levanter` distribution is installed, or no Levanter at all.
+        DistributionError: If Levanter is not installed.
     """
     global _hook
     if _hook is None:
-        check_distributions()
+        require_levanter()
         import levanter.layers.attention as attention
 
         kind = _hook_dispatcher(attention)

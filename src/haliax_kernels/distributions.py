@@ -11,14 +11,14 @@ _MAINTAINED = {"haliax": "marin-haliax", "levanter": "marin-levanter"}
 
 
 class DistributionError(ImportError):
-    """Levanter is missing, or installed from a distribution that is no longer maintained."""
+    """A distribution is missing, or one that is no longer maintained is installed."""
 
 
-def check_distributions() -> None:
+def refuse_old_distributions() -> None:
     """Checks that `levanter` and `haliax` can only come from the maintained distributions.
 
     Raises:
-        DistributionError: If an old distribution is installed, or `marin-levanter` is not.
+        DistributionError: If an old distribution is installed.
     """
     old = {name: version for name in _MAINTAINED if (version := _version(name)) is not None}
     if old:
@@ -29,6 +29,14 @@ def check_distributions() -> None:
             f"imported is chance. Repair it with: pip uninstall -y {' '.join(old)} && pip install --force-reinstall "
             f"--no-deps {' '.join(_MAINTAINED[name] for name in old)}"
         )
+
+
+def require_levanter() -> None:
+    """Checks that Levanter is there.
+
+    Raises:
+        DistributionError: If `marin-levanter` is not installed.
+    """
     if _version("marin-levanter") is None:
         raise DistributionError("Levanter is not installed. Install it with: pip install 'haliax-kernels[levanter]'")
 
