@@ -10,6 +10,7 @@ import jax
 import pytest
 
 ROOT = pathlib.Path(__file__).parents[1]
+README = ROOT / "README.md"
 PAGES = sorted((ROOT / "docs").rglob("*.md"))
 BLOCK = re.compile(r"^```(\w+)[^\n]*\n(.*?)^```", re.MULTILINE | re.DOTALL)
 TEXT_AFTER = re.compile(r"\s*```text\n(.*?)^```", re.MULTILINE | re.DOTALL)
@@ -25,14 +26,14 @@ def blocks(page, language):
 
 
 def name(page):
-    return str(page.relative_to(ROOT / "docs"))
+    return str(page.relative_to(ROOT / "docs" if page in PAGES else ROOT))
 
 
 @pytest.mark.parametrize(
     "page",
     [
         pytest.param(page, id=name(page), marks=[pytest.mark.levanter] if "levanter" in name(page) else [])
-        for page in PAGES
+        for page in [README, *PAGES]
         if any(blocks(page, "python"))
     ],
 )
