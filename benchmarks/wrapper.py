@@ -3,20 +3,26 @@
 
 """What `named_kernel` costs beside the hand-written `shard_map` and `haliax.partitioning.shard_map`.
 
-    python benchmarks/wrapper.py [--rounds 15] [--json FILE]
+    python benchmarks/wrapper.py [--rounds 3] [--json FILE]
 
-Same kernel (full attention with its own backward, in Pallas), same mesh (8 simulated CPU devices: data 4 x model 2,
-batch and heads sharded), same run. Compared: instructions of the compiled program by kind, trace time of the forward
-and of the gradient (each traced anew, nothing cached), and the second eager call beside the bare jitted one. Times
-are medians over interleaved rounds, given as ratios; single times on a shared machine mean little.
+Same kernel (the Pallas linear attention of `examples/linear_attention_thread.py`, with its backward), same mesh (8
+simulated CPU devices: data 4 x model 2, batch and heads sharded), same run. Compared: instructions of the compiled
+program by kind, trace time of the forward and of the gradient (a new function each time, nothing of it cached), and
+the second eager call beside the bare jitted one. Single times on a shared machine mean little: look at the ratios.
+
+Trace times are means over many depths of the Python call stack, the ways interleaved: CPython 3.11 and 3.12 call
+functions slower where the stack crosses from one chunk of memory to the next, which makes any single depth up to 1.4
+times as slow as another, for each way at depths of its own.
 """
 
 import argparse
 import gc
 import json
 import os
+import pathlib
 import re
 import statistics
+import sys
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -27,64 +33,31 @@ os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
 import haliax as hax
 import jax
-import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from haliax.partitioning import shard_map as haliax_shard_map
-from jax.experimental import pallas as pl
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 
+sys.path.insert(0, str(pathlib.Path(__file__).parents[1] / "examples"))
+from linear_attention_thread import linear_attention
+
 from haliax_kernels import named_kernel
 
-B, H, Pos, KPos, D = (
-    Axis(n, s) for n, s in (("batch", 8), ("heads", 4), ("position", 64), ("key_position", 64), ("head_size", 32))
-)
-AXES = {"q_pos": "position", "k_pos": "key_position", "key": "head_size", "value": "head_size"}
+B, H, Pos, D = (Axis(n, s) for n, s in (("batch", 8), ("heads", 4), ("position", 256), ("head_size", 32)))
 MAPPING = {"batch": "data", "heads": "model"}
 SPEC = P("data", "model")
+DEPTHS = range(0, 128, 4)
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
 
-def _weights(q: jax.Array, k: jax.Array) -> jax.Array:
-    s = jnp.dot(q, k.T, preferred_element_type=jnp.float32)
-    p = jnp.exp(s - jnp.max(s, axis=-1, keepdims=True))
-    return p / jnp.sum(p, axis=-1, keepdims=True)
-
-
-def _forward_kernel(q: Any, k: Any, v: Any, o: Any) -> None:
-    o[...] = jnp.dot(_weights(q[...], k[...]), v[...], preferred_element_type=jnp.float32)
-
-
-def _backward_kernel(q: Any, k: Any, v: Any, o: Any, do: Any, dq: Any, dk: Any, dv: Any) -> None:
-    p = _weights(q[...], k[...])
-    dp = jnp.dot(do[...], v[...].T, preferred_element_type=jnp.float32)
-    ds = p * (dp - jnp.sum(do[...] * o[...], axis=-1, keepdims=True))
-    dq[...] = jnp.dot(ds, k[...], preferred_element_type=jnp.float32)
-    dk[...] = jnp.dot(ds.T, q[...], preferred_element_type=jnp.float32)
-    dv[...] = jnp.dot(p.T, do[...], preferred_element_type=jnp.float32)
-
-
-@jax.custom_vjp
 def attention(q: jax.Array, k: jax.Array, v: jax.Array) -> jax.Array:
-    out = jax.ShapeDtypeStruct((q.shape[0], v.shape[1]), q.dtype)
-    return pl.pallas_call(_forward_kernel, out_shape=out, interpret=True)(q, k, v)
-
-
-def _forward(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, tuple[jax.Array, ...]]:
-    o = attention(q, k, v)
-    return o, (q, k, v, o)
-
-
-def _backward(saved: tuple[jax.Array, ...], do: jax.Array) -> tuple[jax.Array, ...]:
-    outs = [jax.ShapeDtypeStruct(x.shape, x.dtype) for x in saved[:3]]
-    return tuple(pl.pallas_call(_backward_kernel, out_shape=outs, interpret=True)(*saved, do))
-
-
-attention.defvjp(_forward, _backward)
+    """The user's kernel: plain arrays (position, size), three Pallas kernels with carries, a custom_vjp."""
+    return linear_attention(q, k, v, True)
 
 
 def ours() -> Callable[..., jax.Array]:
-    kernel = named_kernel("q_pos key, k_pos key, k_pos value -> q_pos value", name="attention")(attention).bind(**AXES)
+    decorate = named_kernel("position key, position key, position value -> position value", name="attention")
+    kernel = decorate(attention).bind(key="head_size", value="head_size")
     return lambda q, k, v: kernel(q, k, v).array
 
 
@@ -112,6 +85,20 @@ def gradient(f: Callable[..., jax.Array]) -> Callable[..., Any]:
     return backward
 
 
+def layers(f: Callable[..., jax.Array], count: int = 8) -> Callable[..., jax.Array]:
+    """`count` calls in a row, as the layers of a model make them where they are not scanned over."""
+
+    def run(q: NamedArray, k: NamedArray, v: NamedArray) -> jax.Array:
+        for _ in range(count):
+            q = NamedArray(f(q, k, v), q.axes)
+        return q.array
+
+    return run
+
+
+PROGRAMS = {"forward": lambda f: f, "gradient": gradient, "8 layers": lambda f: gradient(layers(f))}
+
+
 def instructions(hlo: str) -> Counter[str]:
     """Instructions of the compiled program by kind."""
     kinds = re.findall(r"^\s*(?:ROOT )?%?[\w.\-]+ = .*?\s([a-z][a-z0-9\-]*)\(", hlo, re.MULTILINE)
@@ -119,10 +106,18 @@ def instructions(hlo: str) -> Counter[str]:
 
 
 def seconds(f: Callable[[], Any]) -> float:
-    gc.collect()
+    """Time of one call, without garbage collections in between, as `timeit` does it."""
+    gc.disable()
     began = time.perf_counter()
     f()
-    return time.perf_counter() - began
+    spent = time.perf_counter() - began
+    gc.enable()
+    return spent
+
+
+def at_depth(n: int, f: Callable[[], float]) -> float:
+    """`f()`, called from `n` frames further down."""
+    return f() if n == 0 else at_depth(n - 1, f)
 
 
 def measure(rounds: int) -> dict[str, Any]:
@@ -130,16 +125,17 @@ def measure(rounds: int) -> dict[str, Any]:
     results: dict[str, Any] = {"jax": jax.__version__, "rounds": rounds}
     with jax.set_mesh(mesh), hax.axis_mapping(MAPPING):
         keys = jax.random.split(jax.random.key(0), 3)
-        args = [hax.shard(hax.random.normal(k, (B, H, p, D))) for k, p in zip(keys, (Pos, KPos, KPos), strict=True)]
-        for what, wrap in (("forward", lambda f: f), ("gradient", gradient)):
+        args = [hax.shard(hax.random.normal(k, (B, H, Pos, D))) for k in keys]
+        for what, wrap in PROGRAMS.items():
             times: dict[str, list[float]] = {name: [] for name in WAYS}
-            for i in range(rounds + 2):
-                for name in list(WAYS) if i % 2 else list(WAYS)[::-1]:
+            for name in WAYS:  # warm the caches that all share
+                jax.jit(wrap(WAYS[name]())).trace(*args)
+            depths = list(DEPTHS) * rounds if what != "8 layers" else list(DEPTHS)[::4]
+            for n, depth in enumerate(depths):
+                for name in list(WAYS) if n % 2 else list(WAYS)[::-1]:
                     f = wrap(WAYS[name]())
-                    spent = seconds(lambda f=f: jax.jit(f).trace(*args))
-                    if i >= 2:  # the first rounds warm caches that all share
-                        times[name].append(spent)
-            base = times["by hand"]
+                    times[name].append(at_depth(depth, lambda f=f: seconds(lambda: jax.jit(f).trace(*args))))
+            base = statistics.mean(times["by hand"])
             for name in WAYS:
                 hlo = jax.jit(wrap(WAYS[name]())).lower(*args).compile().as_text()
                 kinds = instructions(hlo)
@@ -147,14 +143,14 @@ def measure(rounds: int) -> dict[str, Any]:
                     "instructions": sum(kinds.values()),
                     "copies": kinds["copy"] + kinds["transpose"],
                     "collectives": {k: kinds[k] for k in COLLECTIVES if kinds[k]},
-                    "trace_ms": 1e3 * statistics.median(times[name]),
-                    "trace_ratio": statistics.median(a / b for a, b in zip(times[name], base, strict=True)),
+                    "trace_ms": 1e3 * statistics.mean(times[name]),
+                    "trace_ratio": statistics.mean(times[name]) / base,
                 }
-        results["second eager call"] = eager(args, rounds)
+        results["second eager call"] = eager(args)
     return results
 
 
-def eager(args: list[NamedArray], rounds: int, calls: int = 40) -> dict[str, float]:
+def eager(args: list[NamedArray], rounds: int = 15, calls: int = 40) -> dict[str, float]:
     """Milliseconds of a repeated eager call, and of the bare jitted shard_map."""
     kernel, bare = ours(), jax.jit(by_hand())
     ready = {"named_kernel": lambda: kernel(*args), "bare jitted": lambda: bare(*args)}
@@ -176,11 +172,11 @@ def eager(args: list[NamedArray], rounds: int, calls: int = 40) -> dict[str, flo
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--json", help="also write everything here")
     options = parser.parse_args()
     results = measure(options.rounds)
-    print(f"jax {results['jax']}, medians of {options.rounds} rounds")
+    print(f"jax {results['jax']}, trace times are means over {len(DEPTHS)} call depths x {options.rounds} rounds")
     print(f"{'':28}{'trace':>10}{'ratio':>8}{'instructions':>14}{'copies':>8}  collectives")
     for key, row in results.items():
         if isinstance(row, dict) and "trace_ms" in row:

@@ -8,8 +8,11 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import numpy as np
 from jax.core import Tracer as Tracer
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec
+
+_ZERO = np.float32(0)
 
 with warnings.catch_warnings():
     # Deprecated together with `with mesh:` itself; as long as that works, this is the only way to see it.
@@ -47,6 +50,11 @@ def concrete_array(x: Any) -> jax.Array | None:
     if isinstance(x, Tracer):
         x = x.to_concrete_value()
     return x if isinstance(x, jax.Array) and not isinstance(x, Tracer) else None
+
+
+def is_staged() -> bool:
+    """Whether what is computed now is recorded for `jit` (or `scan`, ...) instead of run."""
+    return isinstance(jax.lax.neg(_ZERO), Tracer)  # then operations on constants are traced too
 
 
 def shard_map(

@@ -18,7 +18,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from haliax.jax_utils import is_in_jit
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
@@ -158,9 +157,15 @@ class _Sharded:
         forward = wrap(self._map(self._forward_local, self.in_specs, self.out_specs))
         forward_saving = wrap(self._map(self._forward_saving_local, self.in_specs, saving_specs))
         backward = wrap(self._backward_global)
-        f = jax.custom_vjp(lambda *xs: _like_inputs(forward(*xs), xs))
-        f.defvjp(functools.partial(self._vjp_forward, forward_saving), functools.partial(self._vjp_backward, backward))
-        return f
+
+        @jax.custom_vjp
+        def call(*xs: jax.Array) -> Arrays:
+            return self._like_inputs(forward(*xs), xs)
+
+        call.defvjp(
+            lambda *xs: self._vjp_forward(forward_saving, xs), lambda *both: self._vjp_backward(backward, *both)
+        )
+        return call
 
     def _map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
         return _compat.shard_map(f, self.mesh.mesh, in_specs, out_specs)
@@ -171,7 +176,7 @@ class _Sharded:
             return self._forward(*xs)
         if self.mesh.manual:
             xs = self._all_varying(xs)
-        once = not self._traced and is_in_jit()
+        once = not self._traced and _compat.is_staged()
         self._traced = True
         try:
             return (self._once if once else self._again)(*xs)
@@ -194,6 +199,13 @@ class _Sharded:
             _compat.mark_varying(v, varying) if x.differentiable else v
             for x, v in zip(self.plan.inputs, xs, strict=True)
         )
+
+    def _like_inputs(self, outs: Arrays, inputs: Sequence[jax.Array | None]) -> Arrays:
+        """`outs`, known to vary over the manual mesh axes that any of `inputs` varies over."""
+        if not self.mesh.manual:
+            return outs
+        varying = frozenset[str]().union(*(_compat.varying_axes(v) for v in inputs if v is not None))
+        return tuple(_compat.mark_varying(v, varying) for v in outs)
 
     def _pin(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Reshard `x` where its type on an Explicit mesh says something else than `spec`."""
@@ -280,9 +292,9 @@ class _Sharded:
 
     # Backward
 
-    def _vjp_forward(self, forward_saving: Callable[..., Any], *xs: jax.Array) -> tuple[Arrays, Any]:
+    def _vjp_forward(self, forward_saving: Callable[..., Any], xs: Arrays) -> tuple[Arrays, Any]:
         outs, saved = forward_saving(*xs)
-        outs = _like_inputs(outs, xs)
+        outs = self._like_inputs(outs, xs)
         needed = [xs[i] for i in saved.aux.indices("input")]
         reused = [outs[j] for j in saved.aux.indices("output")]
         return outs, (needed, reused, saved)
@@ -294,7 +306,7 @@ class _Sharded:
             None if ct.dtype == jax.dtypes.float0 else self._pin(ct, out.spec)
             for ct, out in zip(cts, self.plan.outputs, strict=True)
         ]
-        grads = dict(zip(self.moving, _like_inputs(backward(*residuals, real), real), strict=True))
+        grads = dict(zip(self.moving, self._like_inputs(backward(*residuals, real), real), strict=True))
         return tuple(grads.get(i) for i in range(len(self.plan.inputs)))
 
     def _backward_global(
@@ -379,12 +391,6 @@ class _Sharded:
 
     def _count(self, mesh_axes: MeshAxes) -> int:
         return math.prod(self.sizes[m] for m in mesh_axes)
-
-
-def _like_inputs(outs: Arrays, inputs: Sequence[jax.Array | None]) -> Arrays:
-    """`outs`, known to vary over the manual mesh axes that any of `inputs` varies over."""
-    varying = frozenset[str]().union(*(_compat.varying_axes(v) for v in inputs if v is not None))
-    return tuple(_compat.mark_varying(v, varying) for v in outs)
 
 
 def _only(entry: Any, mesh_axes: Sequence[str]) -> Any:

@@ -3,6 +3,7 @@
 
 """Find the mesh and the sharding of an array's axes, in every context. The one place that knows JAX's mesh modes."""
 
+import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -161,11 +162,15 @@ class ShardingSource:
     argument: tuple[tuple[str, MeshAxes], ...] | None
     context: tuple[tuple[str, MeshAxes], ...] | None
 
+    @functools.cached_property
+    def _mapping(self) -> dict[str, MeshAxes]:
+        return dict(self.argument if self.argument is not None else self.context or ())
+
     def mesh_axes(self, name: str, dim: int, placement: Placement, mesh: MeshContext) -> tuple[MeshAxes, str]:
         """(mesh axes, origin) of one axis of one array."""
+        mapped = self._mapping.get(name, ())
         if self.argument is not None:
-            return _lookup(self.argument, name), FROM_ARGUMENT
-        mapped = () if self.context is None else _lookup(self.context, name)
+            return mapped, FROM_ARGUMENT
         if placement.typed and placement.dims is not None:
             own = placement.dims[dim]
             extra = tuple(m for m in mapped if m in mesh.auto and m not in own)
@@ -180,7 +185,3 @@ class ShardingSource:
     def silent(self) -> bool:
         """No mapping was given: only the arrays themselves can say how they are sharded."""
         return self.argument is None and self.context is None
-
-
-def _lookup(mapping: tuple[tuple[str, MeshAxes], ...], name: str) -> MeshAxes:
-    return next((axes for key, axes in mapping if key == name), ())

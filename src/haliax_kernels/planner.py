@@ -162,9 +162,9 @@ class _Planner:
         taken = tuple(m for m in mesh_axes if manual.get(m, 1) > 1)
         if taken and not (plain.loop or isinstance(plain.policy, Parallel)):
             self.refusals.append(self.refuse.already_manual(info, plain, taken, origin))
-        if self.mesh is None:
-            return plain
         mesh_axes = tuple(m for m in mesh_axes if m not in manual)
+        if self.mesh is None or not mesh_axes:
+            return plain
         shards = math.prod(self.sizes[m] for m in mesh_axes)
         return replace(plain, mesh_axes=mesh_axes, shards=shards, origin=origin)
 
@@ -211,9 +211,16 @@ class _Planner:
             if known is None or isinstance(a.policy, Gather | Local):
                 return a
             _, axis = known
+            if axis.mesh_axes == a.mesh_axes:
+                return a
             return replace(a, mesh_axes=axis.mesh_axes, shards=axis.shards, origin=axis.origin)
 
-        return [replace(x, axes=tuple(unified(a) for a in x.axes)) for x in inputs]
+        found = []
+        for x in inputs:
+            axes = tuple(unified(a) for a in x.axes)
+            same = all(a is b for a, b in zip(axes, x.axes, strict=True))
+            found.append(x if same else replace(x, axes=axes))
+        return found
 
     def _disagrees(self, x: InputPlan, info: ArrayInfo, among: Iterable[str]) -> bool:
         """Whether the array lies otherwise than planned, as far as the mesh axes `among` go."""
