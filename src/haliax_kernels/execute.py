@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Run a plan: the kernel under `shard_map`, its loop axes, and its gradient.
+"""Run a plan: the local kernel under `shard_map`, and its gradient.
 
 The gradient stands outside two `shard_map`s: the forward one runs `jax.vjp` of the local kernel and lets the residuals
 out, the backward one runs its pullback and adds up only what different shards hold different parts of. One `shard_map`
@@ -17,82 +17,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from haliax import Axis, NamedArray
 from jax import lax
 from jax.sharding import NamedSharding, PartitionSpec
 
 from haliax_kernels import _compat
-from haliax_kernels.arguments import CallShape
 from haliax_kernels.errors import TransformError
-from haliax_kernels.layout import (
-    check_outputs,
-    input_layout,
-    kernel_shape,
-    output_layout,
-)
+from haliax_kernels.layout import kernel_shape, output_layout
+from haliax_kernels.local_kernel import Arrays, LocalKernel, fold_key
 from haliax_kernels.mesh import MeshAxes
-from haliax_kernels.plan import InputPlan, KernelPlan, gradient_steps
-
-Arrays = tuple[jax.Array, ...]
-
-
-class LocalKernel:
-    """The kernel on one device's arrays: axes moved into place, loop axes vmapped, outputs checked."""
-
-    def __init__(self, fn: Callable[..., Any], plan: KernelPlan, shape: CallShape):
-        self._fn, self.plan, self._shape = fn, plan, shape
-        self.layouts = tuple(input_layout(plan, x) for x in plan.inputs)
-
-    def prepare(self, xs: Sequence[jax.Array]) -> Arrays:
-        """Local arrays as the kernel takes them; gathered axes must be whole already."""
-        folded = (_fold(x, v) for x, v in zip(self.plan.inputs, xs, strict=True))
-        return tuple(layout(v) for layout, v in zip(self.layouts, folded, strict=True))
-
-    def __call__(self, *prepared: jax.Array) -> Arrays:
-        call = self._call
-        for name in reversed(self.plan.vmapped):
-            call = jax.vmap(call, in_axes=tuple(0 if _has(x, name) else None for x in self.plan.inputs))
-        with jax.named_scope(self.plan.kernel):
-            return call(*prepared)
-
-    def _call(self, *arrays: jax.Array) -> Arrays:
-        values = [self._with_axes(x, v) for x, v in zip(self.plan.inputs, arrays, strict=True)]
-        args, kwargs = self._shape.rebuild(values)
-        return check_outputs(self.plan, self._fn(*args, **kwargs))
-
-    def _with_axes(self, x: InputPlan, v: jax.Array) -> jax.Array | NamedArray:
-        if x.place is not None or not x.named:
-            return v
-        return NamedArray(v, tuple(Axis(a.name, a.kernel_size) for a in x.axes if a.name not in self.plan.vmapped))
-
-    def output_shapes(self) -> tuple[jax.ShapeDtypeStruct, ...]:
-        """Shapes of the outputs on one device, in the plan's axis order, by abstract evaluation."""
-
-        def abstract(*xs: jax.Array) -> Arrays:
-            raw = self(*(layout(v) for layout, v in zip(self.layouts, xs, strict=True)))
-            return tuple(output_layout(self.plan, j, r.shape)(r) for j, r in enumerate(raw))
-
-        return jax.eval_shape(abstract, *(jax.ShapeDtypeStruct(kernel_shape(x), x.dtype) for x in self.plan.inputs))
-
-    def direct(self, *xs: jax.Array) -> Arrays:
-        """The whole call without a mesh."""
-        raw = self(*self.prepare(xs))
-        return tuple(output_layout(self.plan, j, r.shape)(r) for j, r in enumerate(raw))
-
-
-def _has(x: InputPlan, name: str) -> bool:
-    return any(a.name == name and a.loop for a in x.axes)
-
-
-def _fold(x: InputPlan, key: jax.Array) -> jax.Array:
-    """Fold the shard's index over the mesh axes along which shards do different work into a PRNG key."""
-    if not x.fold:
-        return key
-    index = lax.axis_index(x.fold)
-    fold = jax.random.fold_in
-    for _ in range(key.ndim):
-        fold = jax.vmap(fold, in_axes=(0, None))
-    return fold(key, index)
+from haliax_kernels.plan import gradient_steps
 
 
 def sharded_call(local: LocalKernel) -> Callable[..., Arrays]:
@@ -321,7 +254,7 @@ class _Sharded:
             have: dict[tuple[str, int], jax.Array] = {("saved", i): v[0] for i, v in enumerate(saved.leaves)}
             have.update({("output", j): v for j, v in zip(outs, reused, strict=True)})
             for i, v in zip(ins, needed, strict=True):
-                have["input", i] = self.local.layouts[i](_fold(self.plan.inputs[i], v))
+                have["input", i] = self.local.layouts[i](fold_key(self.plan.inputs[i], v))
             leaves = [jnp.zeros(i.shape, i.dtype) if kind == "empty" else have[kind, i] for kind, i in aux.sources]
             pullback = jax.tree_util.tree_unflatten(aux.tree, leaves)
             grads = pullback(tuple(self._returned_cotangent(j, r, cts[j]) for j, r in enumerate(aux.returned)))

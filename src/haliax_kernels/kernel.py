@@ -17,7 +17,8 @@ from haliax_kernels.arguments import ArgumentReader, CallShape
 from haliax_kernels.binding import AxisBinding, FrozenAxes, freeze_axes
 from haliax_kernels.closures import refuse_closed_over_tracers
 from haliax_kernels.errors import ArgumentError, PolicyError, SignatureError
-from haliax_kernels.execute import LocalKernel, sharded_call
+from haliax_kernels.execute import sharded_call
+from haliax_kernels.local_kernel import LocalKernel
 from haliax_kernels.mesh import AxisMapping, MeshContext, ShardingSource, find_mesh, freeze_mapping
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.planner import KernelSpec, make_plan
