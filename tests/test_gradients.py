@@ -53,7 +53,7 @@ def test_all_reduces_of_the_gradient(mesh, mapping, count, types):
 
 
 CASES = [
-    # signature, policies, kernel, mapping, arrays' axes
+    # signature, policies, mapping
     ("rows inner, inner cols -> rows cols", {"inner": Sum()}, {"inner": "model"}),
     ("rows inner, inner cols -> rows cols", {"inner": Sum(), "rows": Parallel()}, {"inner": "model", "rows": "data"}),
     (

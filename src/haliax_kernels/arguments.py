@@ -4,7 +4,7 @@
 """Take the arguments of a call apart: arrays, with what planning must know of each, and static values."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -50,10 +50,6 @@ class ArrayInfo:
         shape = tuple(n for _, n in self.axes)
         return self.place is None and not self.named and self.dtype == np.uint32 and shape in ((2,), (4,))
 
-    @property
-    def differentiable(self) -> bool:
-        return jnp.issubdtype(self.dtype, jnp.inexact)
-
 
 @dataclass(frozen=True)
 class Static:
@@ -91,9 +87,7 @@ class CallShape:
 class ArgumentReader:
     """Reads calls of one kernel: which parameter has which place in the signature."""
 
-    def __init__(
-        self, fn: Callable[..., Any], kernel: str, signature: KernelSignature, python: inspect.Signature | None
-    ):
+    def __init__(self, kernel: str, signature: KernelSignature, python: inspect.Signature | None):
         self._kernel = kernel
         self._python = python
         self._positional: list[str] = []

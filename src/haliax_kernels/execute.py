@@ -24,7 +24,7 @@ from haliax_kernels import _compat
 from haliax_kernels.errors import TransformError
 from haliax_kernels.layout import kernel_shape, output_layout
 from haliax_kernels.local_kernel import Arrays, LocalKernel, fold_key
-from haliax_kernels.mesh import MeshAxes
+from haliax_kernels.mesh import MeshAxes, as_mesh_axes
 from haliax_kernels.plan import gradient_steps
 
 
@@ -107,8 +107,7 @@ class _Sharded:
         xs = tuple(self._pin(v, x.spec) if x.reshard else v for x, v in zip(self.plan.inputs, xs, strict=True))
         if not any(isinstance(v, _compat.Tracer) for v in xs):
             return self._forward(*xs)
-        if self.mesh.manual:
-            xs = self._all_varying(xs)
+        xs = self._all_varying(xs)
         once = not self._traced and _compat.is_staged()
         self._traced = True
         try:
@@ -127,11 +126,8 @@ class _Sharded:
         The inner `shard_map` drops that knowledge; an argument that is the same everywhere would then get the gradient
         of one shard only.
         """
-        varying = frozenset[str]().union(*(_compat.varying_axes(v) for v in xs))
-        return tuple(
-            _compat.mark_varying(v, varying) if x.differentiable else v
-            for x, v in zip(self.plan.inputs, xs, strict=True)
-        )
+        moving = self._like_inputs(tuple(xs[i] for i in self.moving), xs)
+        return tuple(_merge(xs, self.moving, moving))
 
     def _like_inputs(self, outs: Arrays, inputs: Sequence[jax.Array | None]) -> Arrays:
         """`outs`, known to vary over the manual mesh axes that any of `inputs` varies over."""
@@ -158,20 +154,20 @@ class _Sharded:
         for x, v in zip(self.plan.inputs, xs, strict=True):
             for dim, a in enumerate(x.axes):
                 if a.gathered:
-                    v = lax.all_gather(v, self._several(a.mesh_axes), axis=dim, tiled=True)
+                    v = lax.all_gather(v, self.plan.several(a.mesh_axes), axis=dim, tiled=True)
             out.append(v)
         return out
 
     def _finish(self, raw: Arrays) -> tuple[Arrays, tuple[bool, ...]]:
         """Outputs in their own axis order, summed and cut; and which of them the kernel returned just so."""
-        found, same = [], []
+        found = []
         for j, (out, r) in enumerate(zip(self.plan.outputs, raw, strict=True)):
             v = output_layout(self.plan, j, r.shape)(r)
             for dim, cut in enumerate(out.slices):
                 v = self._cut(v, dim, cut)
             found.append(v)
-        for mesh_axes in {self._several(out.psum) for out in self.plan.outputs} - {()}:
-            which = [j for j, out in enumerate(self.plan.outputs) if self._several(out.psum) == mesh_axes]
+        for mesh_axes in {self.plan.several(out.psum) for out in self.plan.outputs} - {()}:
+            which = [j for j, out in enumerate(self.plan.outputs) if self.plan.several(out.psum) == mesh_axes]
             for j, v in zip(which, lax.psum([found[j] for j in which], mesh_axes), strict=True):
                 found[j] = v
         same = [v is r for v, r in zip(found, raw, strict=True)]
@@ -278,7 +274,7 @@ class _Sharded:
             # Every shard along these mesh axes holds this same output, and their gradients will be added up.
             ct = jnp.where(lax.axis_index(out.once) == 0, ct, jnp.zeros_like(ct))
         for dim, cut in enumerate(out.slices):
-            several = self._several(cut)
+            several = self.plan.several(cut)
             if several:
                 whole = jnp.zeros(
                     (*ct.shape[:dim], ct.shape[dim] * self._count(several), *ct.shape[dim + 1 :]), ct.dtype
@@ -297,14 +293,14 @@ class _Sharded:
             done: set[str] = set()
             for dim, a in enumerate(x.axes):
                 for mesh_axes, summed in gradient_steps(x, a) if a.gathered else ():
-                    several = self._several(mesh_axes)
+                    several = self.plan.several(mesh_axes)
                     if summed and several:
                         g = lax.psum_scatter(g, several, scatter_dimension=dim, tiled=True)
                     else:
                         g = self._cut(g, dim, several)
                     done.update(mesh_axes)
             found[i] = g
-            left = self._several(tuple(m for m in x.grad_sum if m not in done))
+            left = self.plan.several(tuple(m for m in x.grad_sum if m not in done))
             if left:
                 rest.setdefault(left, []).append(i)
         for mesh_axes, which in rest.items():
@@ -313,21 +309,18 @@ class _Sharded:
         return tuple(found[i] for i in self.moving)
 
     def _cut(self, v: jax.Array, dim: int, mesh_axes: MeshAxes) -> jax.Array:
-        several = self._several(mesh_axes)
+        several = self.plan.several(mesh_axes)
         if not several:
             return v
         size = v.shape[dim] // self._count(several)
         return lax.dynamic_slice_in_dim(v, lax.axis_index(several) * size, size, dim)
-
-    def _several(self, mesh_axes: MeshAxes) -> MeshAxes:
-        return tuple(m for m in mesh_axes if self.sizes[m] > 1)
 
     def _count(self, mesh_axes: MeshAxes) -> int:
         return math.prod(self.sizes[m] for m in mesh_axes)
 
 
 def _only(entry: Any, mesh_axes: Sequence[str]) -> Any:
-    kept = tuple(m for m in ((entry,) if isinstance(entry, str) else entry or ()) if m in mesh_axes)
+    kept = tuple(m for m in as_mesh_axes(entry) if m in mesh_axes)
     return kept[0] if len(kept) == 1 else kept or None
 
 

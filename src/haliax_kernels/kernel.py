@@ -42,7 +42,7 @@ class NamedKernel:
                 f"kernel {spec.name!r} has a parameter {taken[0]!r}, a keyword that every named kernel takes itself. "
                 "Rename the kernel's."
             )
-        self._reader = ArgumentReader(fn, spec.name, spec.signature, python)
+        self._reader = ArgumentReader(spec.name, spec.signature, python)
         # Kernels derived from this one share its cache: `kernel.bind(...)(...)` in a loop compiles once.
         self._ready = ready or functools.lru_cache(maxsize=256)(functools.partial(_make_ready, fn))
         functools.update_wrapper(self, fn, updated=())

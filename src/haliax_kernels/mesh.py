@@ -45,6 +45,11 @@ class MeshContext:
     def axis_names(self) -> MeshAxes:
         return tuple(name for name, _ in self.sizes)
 
+    def several(self, mesh_axes: MeshAxes) -> MeshAxes:
+        """Those of `mesh_axes` that have more than one device: the others need no collective."""
+        sizes = dict(self.sizes)
+        return tuple(m for m in mesh_axes if sizes[m] > 1)
+
     @property
     def auto_devices(self) -> int:
         return math.prod(size for name, size in self.sizes if name in self.auto)

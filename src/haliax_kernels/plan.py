@@ -4,7 +4,7 @@
 """The plan of a call: everything decided before anything runs. Plain frozen data; `planner.py` makes it."""
 
 import math
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import jax
@@ -180,6 +180,7 @@ class KernelPlan:
         collapse: whether `leading` is one single dimension.
         refusals: why the call cannot run; empty if it can.
         notes: what runs but may surprise, such as an idle mesh axis.
+        reshards: the arguments that lie otherwise than planned, and are resharded on entry.
     """
 
     kernel: str
@@ -194,7 +195,7 @@ class KernelPlan:
     collapse: bool = False
     refusals: tuple[NamedKernelError, ...] = ()
     notes: tuple[str, ...] = ()
-    reshards: tuple[str, ...] = field(default=())
+    reshards: tuple[str, ...] = ()
 
     @property
     def sharded(self) -> bool:
@@ -224,9 +225,9 @@ class KernelPlan:
         """The collectives of the call, and of its gradient with respect to every floating-point argument."""
         return (*self._forward(), *self._backward()) if self.mesh is not None and not self.refusals else ()
 
-    def _several(self, mesh_axes: MeshAxes) -> MeshAxes:
-        sizes = dict(self.mesh.sizes) if self.mesh is not None else {}
-        return tuple(m for m in mesh_axes if sizes.get(m, 1) > 1)
+    def several(self, mesh_axes: MeshAxes) -> MeshAxes:
+        """Those of `mesh_axes` that have more than one device; none where there is no mesh."""
+        return self.mesh.several(mesh_axes) if self.mesh is not None else ()
 
     def _forward(self) -> list[Collective]:
         found = []
@@ -235,11 +236,11 @@ class KernelPlan:
             for a in x.axes:
                 if a.gathered:
                     size *= a.shards
-                    found.append(Collective("all-gather", "forward", self._several(a.mesh_axes), x.label, size))
+                    found.append(Collective("all-gather", "forward", self.several(a.mesh_axes), x.label, size))
         for i, out in enumerate(self.outputs):
-            if self._several(out.psum):
+            if self.several(out.psum):
                 found.append(
-                    Collective("all-reduce", "forward", self._several(out.psum), f"output {i}", out.local_bytes)
+                    Collective("all-reduce", "forward", self.several(out.psum), f"output {i}", out.local_bytes)
                 )
         return found
 
@@ -253,11 +254,11 @@ class KernelPlan:
                 for mesh_axes, summed in gradient_steps(x, a) if a.gathered else ():
                     scattered.update(mesh_axes)
                     size //= math.prod(dict(self.mesh.sizes)[m] for m in mesh_axes) if self.mesh else 1
-                    if summed and self._several(mesh_axes):
+                    if summed and self.several(mesh_axes):
                         found.append(
-                            Collective("reduce-scatter", "backward", self._several(mesh_axes), f"d{x.label}", size)
+                            Collective("reduce-scatter", "backward", self.several(mesh_axes), f"d{x.label}", size)
                         )
-            rest = self._several(tuple(m for m in x.grad_sum if m not in scattered))
+            rest = self.several(tuple(m for m in x.grad_sum if m not in scattered))
             if rest:
                 found.append(Collective("all-reduce", "backward", rest, f"d{x.label}", x.local_bytes))
         return found
