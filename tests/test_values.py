@@ -243,3 +243,25 @@ def test_gather_alone_needs_no_collective_backward():
         assert [(c.kind, c.phase) for c in plan.collectives] == [("all-gather", "forward")]
         gradient = jax.grad(lambda x: kernel(x).scalar())(hax.shard(x))
     np.testing.assert_allclose(gradient.array, 3 * np.arange(8.0) ** 2)
+
+
+@pytest.mark.parametrize("types", [AxisType.Auto, AxisType.Explicit])
+def test_two_axes_on_one_mesh_axis_meet_in_an_output(types):
+    """Both gathered, or both on a mesh axis of one device: the output can be laid over it along one of them only."""
+    a, b = (hax.random.normal(jax.random.key(i), Axis(n, 4)) for i, n in enumerate("ab"))
+    gather = named_kernel("a, b -> a b", policies={"a": Gather(), "b": Gather()})(lambda x, y: jnp.sin(x)[:, None] * y)
+    loops = named_kernel("(), () -> ()")(lambda x, y: jnp.sin(x) * y)
+    weight = np.arange(16.0).reshape(4, 4)
+    x, y = np.float64(a.array), np.float64(b.array)
+    for kernel, mapping in ((gather, {"a": "data", "b": "data"}), (loops, {"a": "one", "b": "one"})):
+
+        def loss(a, b, kernel=kernel):
+            return jnp.sum(kernel(a, b).array * jnp.asarray(weight, jnp.float32))
+
+        with jax.set_mesh(make_mesh(types, data=2, one=1)), hax.axis_mapping(mapping):
+            args = hax.shard(a), hax.shard(b)
+            out = kernel(*args)
+            da, db = jax.jit(jax.grad(loss, argnums=(0, 1)))(*args)
+        np.testing.assert_allclose(out.array, np.sin(x)[:, None] * y, rtol=1e-5)
+        np.testing.assert_allclose(da.array, np.cos(x) * (weight @ y), rtol=1e-4, atol=1e-5)
+        np.testing.assert_allclose(db.array, np.sin(x) @ weight, rtol=1e-4, atol=1e-5)

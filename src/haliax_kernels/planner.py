@@ -11,7 +11,7 @@ from typing import Literal
 from haliax_kernels.arguments import ArrayInfo
 from haliax_kernels.binding import Bound, FrozenAxes, bind
 from haliax_kernels.errors import NamedKernelError, mesh_axes_text
-from haliax_kernels.mesh import MeshContext, ShardingSource
+from haliax_kernels.mesh import MeshAxes, MeshContext, ShardingSource
 from haliax_kernels.plan import AxisPlan, InputPlan, KernelPlan, OutputPlan
 from haliax_kernels.policies import Gather, Local, Parallel, Policy
 from haliax_kernels.refusals import Refusals
@@ -268,9 +268,11 @@ class _Planner:
         cut: set[str] = set()
         drafts = []
         for out in self.spec.signature.outputs:
-            axes, slices = [], []
+            axes: list[AxisPlan] = []
+            slices: list[MeshAxes] = []
+            used: set[str] = set()
             for name in self.bound.loop_axes:
-                axes.append(known[("loop", name), name])
+                axes.append(self._unused(known[("loop", name), name], used))
                 slices.append(())
             for core in out.axes:
                 for name in self.bound.names[core]:
@@ -278,19 +280,26 @@ class _Planner:
                     a = known.get(
                         (("core", core), name), AxisPlan(name, core, False, size, policy=self.policies[core])
                     )
-                    slices.append(())
-                    if a.gathered:
-                        if any(m in varies for m in a.mesh_axes):
-                            a = replace(a, mesh_axes=(), shards=1)  # its mesh axes shard something else in the kernel
-                        else:
-                            slices[-1] = a.mesh_axes
-                            cut.update(m for m in a.mesh_axes if self.sizes[m] > 1)
+                    if a.gathered and any(m in varies or m in used for m in self._several(a.mesh_axes)):
+                        a = replace(a, mesh_axes=(), shards=1)  # they shard something else here
+                    a = self._unused(a, used)
+                    slices.append(a.mesh_axes if a.gathered else ())
+                    cut.update(self._several(slices[-1]))
                     axes.append(a)
             summed = [m for m, (kind, core) in varies.items() if kind == "core" and core not in out.axes]
             drafts.append(OutputPlan(tuple(axes), tuple(summed), tuple(slices)))
         return tuple(
             replace(d, once=tuple(m for m in sorted(cut) if not any(m in s for s in d.slices))) for d in drafts
         ), frozenset(cut)
+
+    def _unused(self, a: AxisPlan, used: set[str]) -> AxisPlan:
+        """`a` without the mesh axes of one device that an earlier axis of the output has; marks the others."""
+        kept = tuple(m for m in a.mesh_axes if self.sizes[m] > 1 or m not in used)
+        used.update(kept)
+        return a if kept == a.mesh_axes else replace(a, mesh_axes=kept)
+
+    def _several(self, mesh_axes: MeshAxes) -> MeshAxes:
+        return self.mesh.several(mesh_axes) if self.mesh is not None else ()
 
     def _with_gradient(
         self, x: InputPlan, info: ArrayInfo, work: frozenset[str], varies: dict[str, tuple[str, str]]
