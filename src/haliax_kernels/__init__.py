@@ -33,6 +33,7 @@ from haliax_kernels.kernel import NamedKernel as NamedKernel
 from haliax_kernels.kernel import named_kernel as named_kernel
 from haliax_kernels.plan import KernelPlan as KernelPlan
 from haliax_kernels.policies import Gather as Gather
+from haliax_kernels.policies import Halo as Halo
 from haliax_kernels.policies import Local as Local
 from haliax_kernels.policies import Parallel as Parallel
 from haliax_kernels.policies import Sum as Sum

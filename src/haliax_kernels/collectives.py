@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 
 from haliax_kernels.errors import ArgumentError
-from haliax_kernels.mesh import MeshAxes, as_mesh_axes
+from haliax_kernels.mesh import MeshAxes, as_mesh_axes, halo_hops
 
 T = TypeVar("T")
 Carry = TypeVar("Carry")
@@ -81,8 +81,10 @@ def halo_exchange(
     if before < 0 or after < 0:
         raise ArgumentError(f"halo_exchange: before={before} and after={after} must not be negative.")
     names = as_mesh_axes(mesh_axes)
-    front = [_received(x, names, dim, rows, hop, edge) for hop, rows in reversed(_hops(before, x.shape[dim], names))]
-    back = [_received(x, names, dim, rows, -hop, edge) for hop, rows in _hops(after, x.shape[dim], names)]
+    shards = shard_count(names)
+    ahead, behind = (list(enumerate(halo_hops(n, x.shape[dim], shards), 1)) for n in (before, after))
+    front = [_received(x, names, dim, rows, hop, edge) for hop, rows in reversed(ahead)]
+    back = [_received(x, names, dim, rows, -hop, edge) for hop, rows in behind]
     parts = [
         *_filled(x, dim, before - sum(p.shape[dim] for p in front), edge),
         *front,
@@ -91,16 +93,6 @@ def halo_exchange(
         *_filled(x, dim, after - sum(p.shape[dim] for p in back), edge),
     ]
     return lax.concatenate(parts, dim) if len(parts) > 1 else x
-
-
-def _hops(rows: int, size: int, names: MeshAxes) -> list[tuple[int, int]]:
-    """(distance, rows) of each neighbour on one side that `rows` rows come from, the nearest first."""
-    shards = shard_count(names)
-    found = []
-    while rows > 0 and size > 0 and len(found) + 1 < shards:
-        found.append((len(found) + 1, min(rows, size)))
-        rows -= size
-    return found
 
 
 def _received(x: jax.Array, names: MeshAxes, dim: int, rows: int, hop: int, edge: float) -> jax.Array:

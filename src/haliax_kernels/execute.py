@@ -22,6 +22,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from haliax_kernels import _compat
 from haliax_kernels.errors import TransformError
+from haliax_kernels.halos import without_halos
 from haliax_kernels.layout import kernel_shape, output_layout
 from haliax_kernels.local_kernel import Arrays, LocalKernel, fold_key
 from haliax_kernels.mesh import MeshAxes, as_mesh_axes
@@ -190,7 +191,7 @@ class _Sharded:
             raise
         outs, same = self._finish(raw)
         leaves, tree = jax.tree_util.tree_flatten(pullback)
-        known = {id(v): ("input", i) for i, v in enumerate(prepared) if not self._is_gathered(i)}
+        known = {id(v): ("input", i) for i, v in enumerate(prepared) if not self._is_enlarged(i)}
         known.update({id(r): ("output", j) for j, r in enumerate(raw) if same[j]})
         sources: list[tuple[str, Any]] = []
         saved: list[jax.Array] = []
@@ -205,8 +206,8 @@ class _Sharded:
         returned = tuple(jax.ShapeDtypeStruct(r.shape, r.dtype) for r in raw)
         return outs, _Saved(saved, _Aux(tree, tuple(sources), returned))
 
-    def _is_gathered(self, i: int) -> bool:
-        return any(a.gathered for a in self.plan.inputs[i].axes)
+    def _is_enlarged(self, i: int) -> bool:
+        return any(a.gathered or a.halo for a in self.plan.inputs[i].axes)
 
     def _explain(self, error: Exception, f: Callable[..., Any], args: Arrays) -> None:
         """Raise our own error where only the differentiation failed; return where the kernel itself does not run."""
@@ -289,7 +290,7 @@ class _Sharded:
         rest: dict[MeshAxes, list[int]] = {}
         for i, g in zip(self.moving, grads, strict=True):
             x = self.plan.inputs[i]
-            g = self.local.layouts[i].transpose(g, kernel_shape(x))
+            g = without_halos(self.plan, x, self.local.layouts[i].transpose(g, kernel_shape(x)))
             done: set[str] = set()
             for dim, a in enumerate(x.axes):
                 for mesh_axes, summed in gradient_steps(x, a) if a.gathered else ():

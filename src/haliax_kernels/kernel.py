@@ -217,7 +217,7 @@ def named_kernel(
             `()` for an array without core axes; `*batch` at the front of every one says that the kernel takes leading
             dimensions itself. Its arguments are the function's first positional ones.
         policies: per core axis, what the kernel tolerates when it is sharded: `Local()` (the default: nothing),
-            `Parallel()`, `Gather()`, `Sum()`.
+            `Parallel()`, `Gather()`, `Sum()`, `Halo(before, after)`.
         multiple_of: per core axis, what its size on one device must be a multiple of.
         loop: `vmap`, or `collapse` to give the kernel all loop axes as one leading dimension (arguments that lack one
             are then copied along it).

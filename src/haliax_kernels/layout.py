@@ -86,7 +86,7 @@ def loop_sizes(plan: KernelPlan) -> dict[str, int]:
 
 
 def core_sizes(plan: KernelPlan) -> dict[str, int]:
-    """The size that the kernel sees of every core axis that some argument has (or `axes=` gave)."""
+    """The size that outputs have of every core axis that some argument has (or `axes=` gave)."""
     parts: dict[tuple[str, str], AxisPlan] = {}
     for axes in [x.axes for x in plan.inputs] + [out.axes for out in plan.outputs]:
         for a in axes:
@@ -95,7 +95,7 @@ def core_sizes(plan: KernelPlan) -> dict[str, int]:
     found = {}
     for core, names in plan.bindings:
         if all((core, n) in parts for n in names):
-            found[core] = math.prod(parts[core, n].kernel_size for n in names)
+            found[core] = math.prod(parts[core, n].own_size for n in names)
     return found
 
 
@@ -177,5 +177,5 @@ def check_outputs(plan: KernelPlan, returned: object) -> tuple[jax.Array, ...]:
 
 
 def kernel_shape(x: InputPlan) -> tuple[int, ...]:
-    """The local shape in the array's own axis order, gathered axes whole."""
+    """The local shape in the array's own axis order, gathered axes whole, halos included."""
     return tuple(a.kernel_size for a in x.axes) if x.axes else x.shape

@@ -11,6 +11,7 @@ from haliax import Axis, NamedArray
 from jax import lax
 
 from haliax_kernels.arguments import CallShape
+from haliax_kernels.halos import with_halos
 from haliax_kernels.layout import check_outputs, input_layout, kernel_shape, output_layout
 from haliax_kernels.plan import InputPlan, KernelPlan
 
@@ -26,7 +27,7 @@ class LocalKernel:
 
     def prepare(self, xs: Sequence[jax.Array]) -> Arrays:
         """Local arrays as the kernel takes them; gathered axes must be whole already."""
-        folded = (fold_key(x, v) for x, v in zip(self.plan.inputs, xs, strict=True))
+        folded = (with_halos(self.plan, x, fold_key(x, v)) for x, v in zip(self.plan.inputs, xs, strict=True))
         return tuple(layout(v) for layout, v in zip(self.layouts, folded, strict=True))
 
     def __call__(self, *prepared: jax.Array) -> Arrays:

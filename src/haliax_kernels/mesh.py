@@ -88,6 +88,12 @@ def as_mesh_axes(entry: Any) -> MeshAxes:
     return (entry,) if isinstance(entry, str) else tuple(entry)
 
 
+def halo_hops(rows: int, size: int, shards: int) -> list[int]:
+    """How many of `rows` halo rows come from each neighbour on one side, the nearest first; `size` is a shard's."""
+    counts = [min(size, rows - hop * size) for hop in range(shards - 1)]
+    return [n for n in counts if n > 0]
+
+
 def freeze_mapping(mapping: AxisMapping | None) -> tuple[tuple[str, MeshAxes], ...] | None:
     """An axis mapping in a hashable form."""
     if mapping is None:

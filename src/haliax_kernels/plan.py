@@ -12,8 +12,8 @@ import numpy as np
 from jax.sharding import PartitionSpec
 
 from haliax_kernels.errors import NamedKernelError
-from haliax_kernels.mesh import MeshAxes, MeshContext
-from haliax_kernels.policies import Gather, Policy
+from haliax_kernels.mesh import MeshAxes, MeshContext, halo_hops
+from haliax_kernels.policies import Gather, Halo, Policy
 from haliax_kernels.signature import KernelSignature
 
 
@@ -51,9 +51,19 @@ class AxisPlan:
         return isinstance(self.policy, Gather) and self.shards > 1
 
     @property
-    def kernel_size(self) -> int:
-        """Size that the kernel sees."""
+    def halo(self) -> int:
+        """How many rows of the neighbours the kernel sees beside its own."""
+        return self.policy.before + self.policy.after if isinstance(self.policy, Halo) else 0
+
+    @property
+    def own_size(self) -> int:
+        """Size of the kernel's own part, which its outputs have: the whole where gathered, else the shard."""
         return self.size if self.gathered else self.local_size
+
+    @property
+    def kernel_size(self) -> int:
+        """Size that the kernel sees in its arguments."""
+        return self.own_size + self.halo
 
     @property
     def kernel_mesh_axes(self) -> MeshAxes:
@@ -107,10 +117,17 @@ class InputPlan:
         return math.prod(a.local_size for a in self.axes) * _itemsize(self.dtype)
 
     @property
-    def kernel_bytes(self) -> int:
+    def own_bytes(self) -> int:
+        """Bytes of what the kernel sees, gathered axes whole, without halos."""
         if not self.axes:
             return self.local_bytes
-        return math.prod(a.kernel_size for a in self.axes) * _itemsize(self.dtype)
+        return math.prod(a.own_size for a in self.axes) * _itemsize(self.dtype)
+
+    @property
+    def halo_dims(self) -> tuple[int, ...]:
+        """The dimensions that get a halo, in this order: those that are exchanged first, while the array is small."""
+        dims = [i for i, a in enumerate(self.axes) if a.halo]
+        return tuple(sorted(dims, key=lambda i: self.axes[i].shards == 1))
 
 
 @dataclass(frozen=True)
@@ -149,7 +166,7 @@ class Collective:
     """One collective of the compiled program.
 
     Attributes:
-        kind: `all-gather`, `reduce-scatter` or `all-reduce`.
+        kind: `all-gather`, `reduce-scatter`, `all-reduce` or `collective-permute`.
         phase: `forward` or `backward`.
         mesh_axes: the mesh axes it runs over.
         what: the argument or output it serves.
@@ -237,6 +254,7 @@ class KernelPlan:
                 if a.gathered:
                     size *= a.shards
                     found.append(Collective("all-gather", "forward", self.several(a.mesh_axes), x.label, size))
+            found += self._halos(x, "forward", x.label)
         for i, out in enumerate(self.outputs):
             if self.several(out.psum):
                 found.append(
@@ -244,12 +262,27 @@ class KernelPlan:
                 )
         return found
 
+    def _halos(self, x: InputPlan, phase: str, what: str) -> list[Collective]:
+        """One collective for each neighbour that rows come from; backward, that their cotangents go to."""
+        found = []
+        sizes = [a.own_size for a in x.axes]
+        for dim in x.halo_dims:
+            a = x.axes[dim]
+            row = math.prod(n for i, n in enumerate(sizes) if i != dim) * _itemsize(x.dtype)
+            assert isinstance(a.policy, Halo)
+            for side in (a.policy.before, a.policy.after):
+                for rows in halo_hops(side, a.local_size, a.shards):
+                    found.append(Collective("collective-permute", phase, self.several(a.mesh_axes), what, rows * row))
+            sizes[dim] = a.kernel_size
+        return found
+
     def _backward(self) -> list[Collective]:
         found = []
         for x in self.inputs:
             if not x.differentiable:
                 continue
-            size, scattered = x.kernel_bytes, set()
+            found += self._halos(x, "backward", f"d{x.label}")
+            size, scattered = x.own_bytes, set()
             for a in x.axes:
                 for mesh_axes, summed in gradient_steps(x, a) if a.gathered else ():
                     scattered.update(mesh_axes)

@@ -188,11 +188,13 @@ class _Planner:
                 used[m] = a.name
             if a.size % a.shards:
                 self.refusals.append(self.refuse.uneven(x, a))
+            if a.halo and a.core is not None and len(self.bound.names[a.core]) > 1:
+                self.refusals.append(self.refuse.flattened_halo(x, a.core, self.bound.names[a.core]))
             if isinstance(a.policy, Local) and a.shards > 1:
                 self.refusals.append(self.refuse.sharded(x, a, remedies.get(a.core) if a.core else None))
         for core, divisor in self.spec.multiple_of:
             parts = [a for a in x.axes if a.core == core and not a.loop]
-            if parts and math.prod(a.kernel_size for a in parts) % divisor:
+            if parts and math.prod(a.own_size for a in parts) % divisor:
                 self.refusals.append(self.refuse.not_a_multiple(x, core, parts, divisor))
 
     def _unify(self, inputs: list[InputPlan]) -> list[InputPlan]:

@@ -51,12 +51,41 @@ class Sum(Policy):
     """
 
 
+@dataclass(frozen=True)
+class Halo(Policy):
+    """The kernel sees its shard plus some rows (indices of the axis) of the neighbouring shards.
+
+    Every output must have the axis, with the shard's own rows only. The kernel always gets `before + after` more rows
+    than that, on one device too, so that it is written once. Forward, each shard receives exactly these rows from its
+    neighbours; backward, it returns their cotangents.
+
+    Attributes:
+        before: how many rows in front of the shard's own.
+        after: how many behind them.
+        edge: what the rows beyond the two ends of the whole axis hold.
+
+    Raises:
+        PolicyError: a negative number of rows.
+    """
+
+    before: int = 0
+    after: int = 0
+    edge: float = 0
+
+    def __post_init__(self) -> None:
+        for what in ("before", "after"):
+            rows = getattr(self, what)
+            if not isinstance(rows, int) or rows < 0:
+                raise PolicyError(f"Halo({what}={rows!r}): give the number of rows, an int that is not negative.")
+
+
 def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, kernel: str) -> dict[str, Policy]:
     """Complete `policies` with `Local` and refuse those that cannot be.
 
     Raises:
         PolicyError: an axis that the signature lacks, something that is no policy, `Parallel` on an axis that some
-            output lacks, `Sum` on an axis that every output has, or a policy on an axis that no input has.
+            output lacks, `Sum` on an axis that every output has, `Halo` on an axis that some output lacks, or a policy
+            on an axis that no input has.
     """
     for axis, policy in policies.items():
         if axis not in signature.core_axes:
@@ -68,7 +97,7 @@ def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, k
             hint = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
             raise PolicyError(
                 f"kernel {kernel!r}: the policy of axis {axis!r} is {policy!r}, which is none of Local(), Parallel(), "
-                f"Gather(), Sum(){hint}."
+                f"Gather(), Sum(), Halo(before, after){hint}."
             )
         if isinstance(policy, Local):
             continue
@@ -83,6 +112,11 @@ def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, k
                 f'kernel {kernel!r}: axis {axis!r} is Parallel(), but output {lacking[0]} of "{signature}" lacks it: '
                 "what would each shard's result be? Use Sum() where the kernel sums over it, Gather() where it needs "
                 "it whole."
+            )
+        if isinstance(policy, Halo) and lacking:
+            raise PolicyError(
+                f'kernel {kernel!r}: axis {axis!r} is Halo(), but output {lacking[0]} of "{signature}" lacks it: what '
+                "would each shard's result be? Give the output the axis and reduce it afterwards, or use Gather()."
             )
         if isinstance(policy, Sum) and not lacking:
             raise PolicyError(

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from haliax_kernels.arguments import ArrayInfo
 from haliax_kernels.errors import (
     ArgumentError,
+    BindingError,
     InconsistentShardingError,
     ManualAxisError,
     MeshAxisConflictError,
@@ -26,7 +27,7 @@ from haliax_kernels.errors import (
 )
 from haliax_kernels.mesh import MeshAxes, MeshContext
 from haliax_kernels.plan import AxisPlan, InputPlan
-from haliax_kernels.policies import Gather, Sum
+from haliax_kernels.policies import Gather, Halo, Sum
 from haliax_kernels.signature import KernelSignature
 
 Remedies = Sequence[tuple[str, str]]
@@ -98,7 +99,7 @@ class Refusals:
         )
 
     def already_manual(self, info: ArrayInfo, a: AxisPlan, taken: MeshAxes, origin: str) -> ManualAxisError:
-        needs = f"under {a.policy}()" if isinstance(a.policy, Sum | Gather) else "whole on every device"
+        needs = f"under {a.policy}()" if isinstance(a.policy, Sum | Gather | Halo) else "whole on every device"
         return ManualAxisError(
             f"{self.who} needs {axis_text(a.name, a.core)} of argument {info.label!r} {needs}, but it is mapped to "
             f"{mesh_axes_text(taken, self.sizes)}, {origin}, which {self.source} has already made manual: the array "
@@ -163,7 +164,7 @@ class Refusals:
         return ways
 
     def not_a_multiple(self, x: InputPlan, core: str, parts: Sequence[AxisPlan], divisor: int) -> MultipleOfError:
-        size, whole = (math.prod(n) for n in ([a.kernel_size for a in parts], [a.size for a in parts]))
+        size, whole = (math.prod(n) for n in ([a.own_size for a in parts], [a.size for a in parts]))
         shards = math.prod(a.shards for a in parts if not a.gathered)
         mesh_axes = tuple(m for a in parts for m in a.kernel_mesh_axes)
         first = parts[0].name
@@ -203,6 +204,13 @@ class Refusals:
                 ("keep one of them whole for this call", f"{self.kernel}(..., {_unmap(other.name)})"),
                 ("let the kernel gather one", f"{self.kernel}.with_policies({core}=Gather())") if core else None,
             )
+        )
+
+    def flattened_halo(self, x: InputPlan, core: str, names: Sequence[str]) -> BindingError:
+        return BindingError(
+            f"{self.who}: core axis {core!r} of argument {x.label!r} is Halo() and bound to several array axes "
+            f"{', '.join(map(repr, names))}: the neighbouring rows of their flattened axis are rows of none."
+            + ways_out(("flatten them first", f'{x.label}.flatten_axes(({", ".join(map(repr, names))}), "{core}")'))
         )
 
     def raw_key(self, x: InputPlan) -> ArgumentError:

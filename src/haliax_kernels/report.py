@@ -28,7 +28,9 @@ def render_plan(plan: KernelPlan) -> str:
             (x.label, "-", "-", str(x.shape), str(x.shape), str(x.shape), "-", "-", "whole")
         ]
     for i, out in enumerate(plan.outputs):
-        rows += _rows(f"output {i}", out.axes) or [(f"output {i}", "-", "-", "()", "()", "()", "-", "-", "")]
+        rows += _rows(f"output {i}", out.axes, output=True) or [
+            (f"output {i}", "-", "-", "()", "()", "()", "-", "-", "")
+        ]
     lines += ["", *_table(rows)]
     if plan.mesh is not None and not plan.refusals:
         lines += ["", "collectives (bytes of the result on one device):"]
@@ -54,7 +56,7 @@ def _mesh(plan: KernelPlan) -> str:
     return f"{sizes}, from {plan.mesh.source}"
 
 
-def _rows(label: str, axes: Iterable[AxisPlan]) -> list[tuple[str, ...]]:
+def _rows(label: str, axes: Iterable[AxisPlan], output: bool = False) -> list[tuple[str, ...]]:
     rows = []
     for a in axes:
         known = a.size >= 0
@@ -65,7 +67,7 @@ def _rows(label: str, axes: Iterable[AxisPlan]) -> list[tuple[str, ...]]:
                 a.core or ("(loop)" if a.loop else "(whole)"),
                 str(a.size) if known else "?",
                 str(a.local_size) if known else "?",
-                str(a.kernel_size) if known else "?",
+                str(a.own_size if output else a.kernel_size) if known else "?",
                 "+".join(a.mesh_axes) or "-",
                 str(a.policy) if a.policy is not None else "-",
                 a.origin if a.mesh_axes else "",
