@@ -1,0 +1,58 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""One of two processes: a named kernel with a `Sum` and a `Halo` axis across both. `_program.py ADDRESS INDEX`."""
+
+import sys
+
+import haliax as hax
+import jax
+import jax.numpy as jnp
+import numpy as np
+from haliax import Axis
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from haliax_kernels import Halo, Sum, named_kernel
+
+Pos, Embed, Out = Axis("pos", 8), Axis("embed", 12), Axis("out", 3)
+
+
+@named_kernel("pos embed, embed out -> pos out", policies={"pos": Halo(before=1), "embed": Sum()})
+def project(x, w):
+    return (x[1:] + 2 * x[:-1]) @ w
+
+
+def reference(x, w):
+    return (x + 2 * jnp.pad(x, ((1, 0), (0, 0)))[:-1]) @ w
+
+
+def main(address: str, index: int) -> None:
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(address, num_processes=2, process_id=index)
+    assert jax.process_count() == 2 and jax.device_count() == 2 * jax.local_device_count()
+    r = np.random.default_rng(0)
+    x, w, ct = (r.normal(size=s).astype(np.float32) for s in ((8, 12), (12, 3), (8, 3)))
+    want, pullback = jax.vjp(reference, *(v.astype(np.float32) for v in (x, w)))
+    wanted = (want, *pullback(jnp.asarray(ct)))
+    # The first mesh axis runs over the processes.
+    mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("process", "device"))
+    for mapping in ({"pos": "process", "embed": "device"}, {"embed": "process", "pos": "device"}):
+
+        def placed(value, *axes, mapping=mapping):
+            sharding = NamedSharding(mesh, PartitionSpec(*(mapping.get(a.name) for a in axes)))
+            return hax.named(jax.make_array_from_callback(value.shape, sharding, lambda i: value[i]), axes)
+
+        def both(x, w, ct):
+            out, back = jax.vjp(lambda x, w: project(x, w).array, x, w)
+            return out, *(g.array for g in back(ct.array))
+
+        with jax.set_mesh(mesh), hax.axis_mapping(mapping):
+            found = jax.jit(both)(placed(x, Pos, Embed), placed(w, Embed, Out), placed(ct, Pos, Out))
+        for got, expected in zip(found, wanted, strict=True):
+            for shard in got.addressable_shards:
+                np.testing.assert_allclose(shard.data, np.asarray(expected)[shard.index], rtol=1e-4, atol=1e-4)
+    print("right", flush=True)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], int(sys.argv[2]))
