@@ -118,14 +118,8 @@ def test_prefix_and_suffix(axes, method, forward, check_vma):
             outs.append(total)
         return jnp.stack([o[0] for o in outs]), jnp.stack([o[1] for o in outs])
 
-    f = jax.shard_map(
-        lambda a, b: scan(compose, (a, b), (1.0, 0.0), axes, method=method),
-        mesh=make_mesh(**SIZES),
-        in_specs=P(axes),
-        out_specs=P(axes),
-        check_vma=check_vma,
-    )
-    got, pullback = jax.vjp(jax.jit(f), a, b)
+    f = mapped(lambda a, b: scan(compose, (a, b), (1.0, 0.0), axes, method=method), axes, check_vma=check_vma)
+    got, pullback = jax.vjp(f, a, b)
     want, wanted = jax.vjp(whole, a, b)
     for x, y in zip((*got, *pullback(got)), (*want, *wanted(want)), strict=True):
         np.testing.assert_allclose(x, y, rtol=1e-4, atol=1e-5)

@@ -207,7 +207,7 @@ class _Sharded:
         return outs, _Saved(saved, _Aux(tree, tuple(sources), returned))
 
     def _is_enlarged(self, i: int) -> bool:
-        return any(a.gathered or a.halo for a in self.plan.inputs[i].axes)
+        return any(a.gathered or any(a.halo) for a in self.plan.inputs[i].axes)
 
     def _explain(self, error: Exception, f: Callable[..., Any], args: Arrays) -> None:
         """Raise our own error where only the differentiation failed; return where the kernel itself does not run."""

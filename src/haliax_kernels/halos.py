@@ -22,7 +22,7 @@ def with_halos(plan: KernelPlan, x: InputPlan, v: jax.Array) -> jax.Array:
 def without_halos(plan: KernelPlan, x: InputPlan, ct: jax.Array) -> jax.Array:
     """The transpose of `with_halos`: a cotangent of the same array before the rows were added."""
     for dim in reversed(x.halo_dims):
-        rows = ct.shape[dim] - x.axes[dim].halo
+        rows = ct.shape[dim] - sum(x.axes[dim].halo)
         before = jax.ShapeDtypeStruct((*ct.shape[:dim], rows, *ct.shape[dim + 1 :]), ct.dtype)
         # What stands beyond the ends is constant, whatever it is: its cotangent goes nowhere.
         (ct,) = jax.linear_transpose(lambda v, dim=dim: _exchanged(plan, x, v, dim, 0), before)(ct)
@@ -30,7 +30,6 @@ def without_halos(plan: KernelPlan, x: InputPlan, ct: jax.Array) -> jax.Array:
 
 
 def _exchanged(plan: KernelPlan, x: InputPlan, v: jax.Array, dim: int, edge: float) -> jax.Array:
-    axis = x.axes[dim]
-    assert isinstance(axis.policy, Halo)
-    before, after = axis.policy.before, axis.policy.after
-    return halo_exchange(v, plan.several(axis.mesh_axes), dim=dim, before=before, after=after, edge=edge)
+    before, after = x.axes[dim].halo
+    mesh_axes = plan.several(x.axes[dim].mesh_axes)
+    return halo_exchange(v, mesh_axes, dim=dim, before=before, after=after, edge=edge)

@@ -51,9 +51,9 @@ class AxisPlan:
         return isinstance(self.policy, Gather) and self.shards > 1
 
     @property
-    def halo(self) -> int:
-        """How many rows of the neighbours the kernel sees beside its own."""
-        return self.policy.before + self.policy.after if isinstance(self.policy, Halo) else 0
+    def halo(self) -> tuple[int, int]:
+        """How many rows the kernel sees before and after its own."""
+        return (self.policy.before, self.policy.after) if isinstance(self.policy, Halo) else (0, 0)
 
     @property
     def own_size(self) -> int:
@@ -63,7 +63,7 @@ class AxisPlan:
     @property
     def kernel_size(self) -> int:
         """Size that the kernel sees in its arguments."""
-        return self.own_size + self.halo
+        return self.own_size + sum(self.halo)
 
     @property
     def kernel_mesh_axes(self) -> MeshAxes:
@@ -126,7 +126,7 @@ class InputPlan:
     @property
     def halo_dims(self) -> tuple[int, ...]:
         """The dimensions that get a halo, in this order: those that are exchanged first, while the array is small."""
-        dims = [i for i, a in enumerate(self.axes) if a.halo]
+        dims = [i for i, a in enumerate(self.axes) if any(a.halo)]
         return tuple(sorted(dims, key=lambda i: self.axes[i].shards == 1))
 
 
@@ -269,8 +269,7 @@ class KernelPlan:
         for dim in x.halo_dims:
             a = x.axes[dim]
             row = math.prod(n for i, n in enumerate(sizes) if i != dim) * _itemsize(x.dtype)
-            assert isinstance(a.policy, Halo)
-            for side in (a.policy.before, a.policy.after):
+            for side in a.halo:
                 for rows in halo_hops(side, a.local_size, a.shards):
                     found.append(Collective("collective-permute", phase, self.several(a.mesh_axes), what, rows * row))
             sizes[dim] = a.kernel_size

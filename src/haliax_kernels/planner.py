@@ -188,8 +188,10 @@ class _Planner:
                 used[m] = a.name
             if a.size % a.shards:
                 self.refusals.append(self.refuse.uneven(x, a))
-            if a.halo and a.core is not None and len(self.bound.names[a.core]) > 1:
-                self.refusals.append(self.refuse.flattened_halo(x, a.core, self.bound.names[a.core]))
+            if any(a.halo) and a.core is not None:
+                first, *others = self.bound.names[a.core]
+                if others and a.name == first:
+                    self.refusals.append(self.refuse.flattened_halo(x, a.core, self.bound.names[a.core]))
             if isinstance(a.policy, Local) and a.shards > 1:
                 self.refusals.append(self.refuse.sharded(x, a, remedies.get(a.core) if a.core else None))
         for core, divisor in self.spec.multiple_of:

@@ -32,7 +32,7 @@ def main(address: str, index: int) -> None:
     assert jax.process_count() == 2 and jax.device_count() == 2 * jax.local_device_count()
     r = np.random.default_rng(0)
     x, w, ct = (r.normal(size=s).astype(np.float32) for s in ((8, 12), (12, 3), (8, 3)))
-    want, pullback = jax.vjp(reference, *(v.astype(np.float32) for v in (x, w)))
+    want, pullback = jax.vjp(reference, x, w)
     wanted = (want, *pullback(jnp.asarray(ct)))
     # The first mesh axis runs over the processes.
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("process", "device"))
