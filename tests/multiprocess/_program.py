@@ -1,8 +1,12 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One of two processes: a named kernel with a `Sum` and a `Halo` axis across both. `_program.py ADDRESS INDEX`."""
+"""One of two processes: named kernels with a `Sum`, a `Halo` and a `Manual` axis across both.
 
+    _program.py ADDRESS INDEX
+"""
+
+import itertools
 import sys
 
 import haliax as hax
@@ -12,7 +16,8 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_kernels import Halo, Sum, named_kernel
+from haliax_kernels import Halo, Manual, Sum, named_kernel
+from haliax_kernels.collectives import exclusive_prefix
 
 Pos, Embed, Out = Axis("pos", 8), Axis("embed", 12), Axis("out", 3)
 
@@ -22,8 +27,18 @@ def project(x, w):
     return (x[1:] + 2 * x[:-1]) @ w
 
 
-def reference(x, w):
+def project_reference(x, w):
     return (x + 2 * jnp.pad(x, ((1, 0), (0, 0)))[:-1]) @ w
+
+
+@named_kernel("pos embed, embed out -> pos out", policies={"pos": Manual(), "embed": Sum()})
+def accumulate(x, w, *, shard):
+    own = jnp.cumsum(x @ w, axis=0)
+    return own + exclusive_prefix(jnp.add, own[-1], 0.0, shard["pos"].mesh_axes)
+
+
+def accumulate_reference(x, w):
+    return jnp.cumsum(x @ w, axis=0)
 
 
 def main(address: str, index: int) -> None:
@@ -32,18 +47,20 @@ def main(address: str, index: int) -> None:
     assert jax.process_count() == 2 and jax.device_count() == 2 * jax.local_device_count()
     r = np.random.default_rng(0)
     x, w, ct = (r.normal(size=s).astype(np.float32) for s in ((8, 12), (12, 3), (8, 3)))
-    want, pullback = jax.vjp(reference, x, w)
-    wanted = (want, *pullback(jnp.asarray(ct)))
     # The first mesh axis runs over the processes.
     mesh = Mesh(np.array(jax.devices()).reshape(2, -1), ("process", "device"))
-    for mapping in ({"pos": "process", "embed": "device"}, {"embed": "process", "pos": "device"}):
+    mappings = {"pos": "process", "embed": "device"}, {"embed": "process", "pos": "device"}
+    kernels = (project, project_reference), (accumulate, accumulate_reference)
+    for mapping, (kernel, reference) in itertools.product(mappings, kernels):
+        want, pullback = jax.vjp(reference, x, w)
+        wanted = (want, *pullback(jnp.asarray(ct)))
 
         def placed(value, *axes, mapping=mapping):
             sharding = NamedSharding(mesh, PartitionSpec(*(mapping.get(a.name) for a in axes)))
             return hax.named(jax.make_array_from_callback(value.shape, sharding, lambda i: value[i]), axes)
 
-        def both(x, w, ct):
-            out, back = jax.vjp(lambda x, w: project(x, w).array, x, w)
+        def both(x, w, ct, kernel=kernel):
+            out, back = jax.vjp(lambda x, w: kernel(x, w).array, x, w)
             return out, *(g.array for g in back(ct.array))
 
         with jax.set_mesh(mesh), hax.axis_mapping(mapping):
