@@ -11,3 +11,8 @@ os.environ["WANDB_MODE"] = "offline"
 _flag = "--xla_force_host_platform_device_count"
 if _flag not in os.environ.get("XLA_FLAGS", ""):
     os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {_flag}=8".strip()
+
+
+def pytest_addoption(parser):
+    parser.addoption("--fuzz-minutes", type=float, default=1.0, help="how long tests/fuzz runs")
+    parser.addoption("--fuzz-seed", type=int, default=0, help="where tests/fuzz begins")

@@ -139,10 +139,8 @@ class _Sharded:
 
     def _pin(self, x: jax.Array, spec: PartitionSpec) -> jax.Array:
         """Reshard `x` where its type on an Explicit mesh says something else than `spec`."""
-        typed = _compat.type_spec(x)
-        if typed is None:
-            return x
-        mesh, found = typed
+        mesh, found = _compat.type_spec(x) or (self.mesh.mesh or _compat.context_mesh(), PartitionSpec())
+        assert mesh is not None
         explicit = [m for m in mesh.axis_names if m not in self.mesh.auto]
         wanted = PartitionSpec(*(_only(e, explicit) for e in (*spec, *[None] * (x.ndim - len(spec)))))
         same = [_only(e, explicit) for e in (*found, *[None] * (x.ndim - len(found)))] == list(wanted)
@@ -233,7 +231,7 @@ class _Sharded:
         self, backward: Callable[..., Arrays], residuals: Any, cts: Arrays
     ) -> tuple[jax.Array | None, ...]:
         real = [
-            None if ct.dtype == jax.dtypes.float0 else self._pin(ct, out.spec)
+            None if ct.dtype == jax.dtypes.float0 else self._pin(ct, out.spec) if _compat.type_spec(ct) else ct
             for ct, out in zip(cts, self.plan.outputs, strict=True)
         ]
         grads = dict(zip(self.moving, self._like_inputs(backward(*residuals, real), real), strict=True))

@@ -372,7 +372,10 @@ class _Planner:
         folds = self.spec.rng == "fold" and info.is_key
         return replace(
             x,
-            reshard=info.placement.typed and self._disagrees(x, info, explicit),
+            reshard=self._disagrees(x, info, explicit)
+            if info.placement.typed
+            # An array that came from outside the mesh, whose type says nothing.
+            else any(m in explicit for a in x.axes for m in a.mesh_axes),
             fold=tuple(m for m in order if folds and m in varies and m not in own),
             grad_sum=tuple(m for m in order if m in work and m not in own),
         )

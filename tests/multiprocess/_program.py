@@ -3,7 +3,7 @@
 
 """One of two processes: named kernels with a `Sum`, a `Halo` and a `Manual` axis across both.
 
-    _program.py ADDRESS INDEX
+_program.py ADDRESS INDEX
 """
 
 import itertools
