@@ -75,7 +75,7 @@ def cores(draw: st.DrawFn) -> tuple[Core, ...]:
         leads = bool(found) and found[-1].policy in ("Parallel", "Manual", "Sum")
         policy = draw(st.sampled_from(POLICIES if leads and len(found[-1].parts) == 1 else POLICIES[:-1]))
         array = draw(st.sampled_from((name, f"{name}_named")))
-        size = draw(st.sampled_from((4, 6, 8, 12, 5)))
+        size = draw(st.sampled_from((4, 12, 6, 8, 12, 12, 5)))
         operation, halo, leader, parts = "none", (0, 0, 0.0), None, ((array, size),)
         if policy in ("Local", "Gather"):
             operation = draw(st.sampled_from(("cumsum", "flip", "center", "none")))
@@ -123,10 +123,15 @@ def cases(draw: st.DrawFn) -> Case:
     mapping = {}
     arrays = [*(n for n, _ in loops), *(n for c in drawn for n, _ in c.parts)]
     free = list(draw(st.permutations(names)))
+    whole = {n for c in drawn for n, _ in c.parts if c.policy == "Local"}
+    sizes = dict(loops) | {n: s for c in drawn for n, s in c.parts}
     for array in draw(st.permutations(arrays))[:3]:
         if not free:
             break
         taken = free[: draw(st.sampled_from((1, 1, 2)))]
+        fits = array not in whole and sizes[array] % math.prod(mesh[m] for m in taken) == 0
+        if not fits and draw(st.integers(0, 5)):  # most refusals are alike
+            continue
         mapping[array] = tuple(taken)
         if draw(st.integers(0, 7)):  # else the next axis is asked to share the mesh axis
             free = free[len(taken) :]
@@ -147,7 +152,7 @@ def cases(draw: st.DrawFn) -> Case:
         mesh=tuple(mesh.items()),
         explicit=draw(st.sampled_from(((), (), tuple(names), tuple(names[:1])))),
         mapping=tuple(mapping.items()),
-        source=draw(st.sampled_from(("context", "argument", "arrays"))),
+        source=draw(st.sampled_from(("context", "argument", "context", "argument", "arrays"))),
         placed=draw(st.booleans()),
         transforms=tuple(draw(st.lists(st.sampled_from(TRANSFORMS), max_size=2))),
         mapped=draw(st.integers(1, 7)),
