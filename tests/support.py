@@ -5,11 +5,14 @@
 
 import re
 from collections import Counter
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
+from haliax import Axis, NamedArray
 from jax.sharding import AxisType, Mesh
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
@@ -55,6 +58,48 @@ def planned(plan: Any, *phases: str) -> dict[str, tuple[int, int]]:
             counts[c.kind] += 1
             sizes[c.kind] += c.bytes_per_device
     return {kind: (counts[kind], sizes[kind]) for kind in counts}
+
+
+def check_against_reference(
+    kernel: Any,
+    reference: Callable[..., Any],
+    arrays: Sequence[NamedArray],
+    mapping: dict[str, Any],
+    axis_type: AxisType,
+    sizes: dict[str, int],
+    out_axes: Sequence[Axis],
+) -> tuple[Any, tuple[str, str]]:
+    """Values and gradients of all arguments under a random cotangent, against a float64 `reference` of plain arrays.
+
+    Returns:
+        the plan, and the compiled programs of the values and of both together.
+    """
+    with jax.enable_x64(True):
+        wide = [jnp.asarray(np.asarray(a.array), jnp.float64) for a in arrays]
+        want, pullback = jax.vjp(reference, *wide)
+        ct = np.random.default_rng(5).normal(size=want.shape)
+        wanted = [np.asarray(g) for g in pullback(jnp.asarray(ct))]
+        want = np.asarray(want)
+
+    def run(*xs):
+        return kernel(*xs).rearrange(out_axes).array
+
+    def both(ct, *xs):
+        out, back = jax.vjp(run, *xs)
+        if axis_type is AxisType.Explicit:
+            ct = jax.sharding.reshard(ct, jax.typeof(out).sharding)
+        return out, back(ct)
+
+    with jax.set_mesh(make_mesh(axis_type, **sizes)), hax.axis_mapping(mapping):
+        xs = [hax.shard(a) for a in arrays]
+        ct = hax.shard(NamedArray(jnp.asarray(ct, jnp.float32), out_axes)).array
+        got, grads = jax.jit(both)(ct, *xs)
+        plan = kernel.plan(*xs)
+        hlo = jax.jit(run).lower(*xs).compile().as_text(), jax.jit(both).lower(ct, *xs).compile().as_text()
+    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
+    for g, w in zip(grads, wanted, strict=True):
+        np.testing.assert_allclose(g.array, w, rtol=1e-4, atol=1e-4)
+    return plan, hlo
 
 
 @jax.custom_vjp

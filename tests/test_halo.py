@@ -3,15 +3,27 @@
 
 """`Halo`: values and gradients against a float64 reference on the whole axis, and exactly the rows that are moved."""
 
+import re
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from haliax import Axis, NamedArray
+from haliax import Axis
 
-from haliax_kernels import BindingError, Halo, OutputError, Parallel, PolicyError, named_kernel
-from support import BOTH_MESHES, collectives, make_mesh, planned
+from haliax_kernels import (
+    AxisSizeError,
+    BindingError,
+    Halo,
+    InconsistentShardingError,
+    MeshAxisConflictError,
+    OutputError,
+    Parallel,
+    PolicyError,
+    named_kernel,
+)
+from support import BOTH_MESHES, check_against_reference, collectives, make_mesh, planned
 
 B, Pos, C = Axis("batch", 4), Axis("pos", 24), Axis("channel", 6)
 TAPS = Axis("taps", 3)
@@ -37,41 +49,15 @@ def conv_reference(x, w):
     return sum(padded[:, i : i + x.shape[1]] * w[i] for i in range(3))
 
 
-def check(kernel, reference, arrays, mapping, axis_type, sizes, out_axes):
-    """Values and gradients of all arguments under a random cotangent; returns the plan and what was compiled."""
-    with jax.enable_x64(True):
-        wide = [jnp.asarray(np.asarray(a.array), jnp.float64) for a in arrays]
-        want, pullback = jax.vjp(reference, *wide)
-        ct = np.random.default_rng(5).normal(size=want.shape)
-        wanted = [np.asarray(g) for g in pullback(jnp.asarray(ct))]
-        want = np.asarray(want)
-
-    def run(*xs):
-        return kernel(*xs).rearrange(out_axes).array
-
-    def both(ct, *xs):
-        out, back = jax.vjp(run, *xs)
-        return out, back(ct)
-
-    with jax.set_mesh(make_mesh(axis_type, **sizes)), hax.axis_mapping(mapping):
-        xs = [hax.shard(a) for a in arrays]
-        ct = hax.shard(NamedArray(jnp.asarray(ct, jnp.float32), out_axes)).array
-        got, grads = jax.jit(both)(ct, *xs)
-        plan = kernel.plan(*xs)
-        hlo = jax.jit(run).lower(*xs).compile().as_text(), jax.jit(both).lower(ct, *xs).compile().as_text()
-    np.testing.assert_allclose(got, want, rtol=1e-5, atol=1e-5)
-    for g, w in zip(grads, wanted, strict=True):
-        np.testing.assert_allclose(g.array, w, rtol=1e-4, atol=1e-4)
-    return plan, hlo
-
-
 @pytest.mark.parametrize("axis_type", BOTH_MESHES)
 @pytest.mark.parametrize("mapping", MAPPINGS, ids=str)
 def test_causal_convolution(mapping, axis_type):
     r = np.random.default_rng(0)
     x = hax.named(jnp.asarray(r.normal(size=(4, 24, 6)), jnp.float32), (B, Pos, C))
     w = hax.named(jnp.asarray(r.normal(size=(3, 6)), jnp.float32), (TAPS, C))
-    plan, (forward, both) = check(causal_conv, conv_reference, (x, w), mapping, axis_type, {"x": 2, "y": 3}, x.axes)
+    plan, (forward, both) = check_against_reference(
+        causal_conv, conv_reference, (x, w), mapping, axis_type, {"x": 2, "y": 3}, x.axes
+    )
     assert collectives(forward) == planned(plan, "forward")
     assert collectives(both) == planned(plan, "forward", "backward")
     if mapping == {"pos": "x"}:
@@ -79,15 +65,19 @@ def test_causal_convolution(mapping, axis_type):
 
 
 WINDOW = 5
+KPos = Axis("key_pos", 24)
 
 
 @named_kernel(
-    "pos channel, pos channel, pos channel, pos -> pos channel", policies={"pos": Halo(before=WINDOW - 1, edge=-99)}
+    "q_pos channel, k_pos channel, k_pos channel -> q_pos channel",
+    policies={"q_pos": Parallel(), "k_pos": Halo(before=WINDOW - 1, aligned_with="q_pos")},
 )
-def window_attention(q, k, v, position):
-    own = slice(WINDOW - 1, None)
-    distance = position[own, None] - position
-    s = jnp.where((distance >= 0) & (distance < WINDOW) & (position >= 0), q[own] @ k.T, -jnp.inf)
+def window_attention(q, k, v, *, shard):
+    # The keys' rows begin WINDOW - 1 before the queries'.
+    i, j = jnp.arange(q.shape[0])[:, None], jnp.arange(k.shape[0])
+    distance = i + WINDOW - 1 - j
+    inside = shard["q_pos"].offset + j >= WINDOW - 1
+    s = jnp.where((distance >= 0) & (distance < WINDOW) & inside, q @ k.T, -jnp.inf)
     return jax.nn.softmax(s, axis=-1) @ v
 
 
@@ -99,23 +89,56 @@ def window_reference(q, k, v):
     return jnp.einsum("bqk,bkc->bqc", jax.nn.softmax(s, axis=-1), v)
 
 
-@pytest.mark.parametrize(
-    "mapping", [{}, {"pos": "x"}, {"pos": ("x", "y"), "batch": None}, {"pos": "y", "batch": "x"}], ids=str
-)
-def test_sliding_window_attention(mapping):
-    """With six shards of four rows the window is as long as a shard."""
+def window_arguments():
     r = np.random.default_rng(0)
-    qkv = [hax.named(jnp.asarray(r.normal(size=(4, 24, 6)), jnp.float32), (B, Pos, C)) for _ in range(3)]
-    position = hax.named(jnp.arange(24), Pos)
+    return [hax.named(jnp.asarray(r.normal(size=(4, 24, 6)), jnp.float32), (B, p, C)) for p in (Pos, KPos, KPos)]
 
-    class Kernel:
-        def __call__(self, *xs):
-            return window_attention(*xs, position)
 
-        def plan(self, *xs):
-            return window_attention.plan(*xs, position)
+@pytest.mark.parametrize("axis_type", BOTH_MESHES)
+@pytest.mark.parametrize(
+    "mapping",
+    [
+        {},
+        {"pos": "x", "key_pos": "x"},
+        {"pos": ("x", "y"), "key_pos": ("x", "y")},
+        {"pos": "y", "batch": "x"},  # keys and values lie whole: cut for free
+        {"key_pos": "y", "batch": "x"},
+    ],
+    ids=str,
+)
+def test_sliding_window_attention(mapping, axis_type):
+    """With six shards of four rows the window is as long as a shard."""
+    kernel = window_attention.bind(q_pos=Pos, k_pos=KPos)
+    plan, (forward, both) = check_against_reference(
+        kernel, window_reference, window_arguments(), mapping, axis_type, {"x": 2, "y": 3}, (B, Pos, C)
+    )
+    assert collectives(forward) == planned(plan, "forward")
+    if not plan.reshards:  # else gradients go back to where the arguments lie
+        assert collectives(both) == planned(plan, "forward", "backward")
+    if mapping.get("pos") == "x":  # four rows of keys and of values, all batches and channels
+        assert planned(plan, "forward") == {"collective-permute": (2, 2 * 4 * 4 * 6 * 4)}
 
-    check(Kernel(), window_reference, qkv, mapping, BOTH_MESHES[0], {"x": 2, "y": 3}, (B, Pos, C))
+
+def test_aligned_axes_lie_alike():
+    q, k, v = window_arguments()
+    kernel = window_attention.bind(q_pos="pos", k_pos="key_pos")
+    mesh = make_mesh(x=2, y=3)
+    refusal, *_ = kernel.plan(q, k, v, mesh=mesh, axis_mapping={"pos": "x", "key_pos": "y"}).refusals
+    assert isinstance(refusal, InconsistentShardingError)
+    assert re.search(r"'pos' \(its 'q_pos'\).* 'key_pos' \(its 'k_pos'\)", str(refusal))
+    longer = (hax.concatenate("key_pos", (x, x)) for x in (k, v))
+    with pytest.raises(AxisSizeError, match=r"'k_pos' has size 48, but 'q_pos'"):
+        kernel(q, *longer)
+    for wrong in ("k_pos", "channel", "other"):
+        with pytest.raises(PolicyError, match=rf"aligned_with='{wrong}'"):
+            window_attention.with_policies(k_pos=Halo(1, aligned_with=wrong))
+    scores = named_kernel(
+        "q_pos, k_pos -> q_pos k_pos", policies={"q_pos": Parallel(), "k_pos": Halo(aligned_with="q_pos")}
+    )(jnp.outer)
+    (refusal,) = scores.plan(
+        hax.ones(Axis("q_pos", 4)), hax.ones(Axis("k_pos", 4)), mesh=mesh, axis_mapping={"q_pos": "x"}
+    ).refusals
+    assert isinstance(refusal, MeshAxisConflictError) and "one block of the diagonal" in str(refusal)
 
 
 H, W = Axis("h", 6), Axis("w", 8)
@@ -138,7 +161,7 @@ def box_reference(x):
 def test_two_halos_reach_over_the_corners_and_over_several_shards(mapping):
     sizes = {"x": 2, "p": 2, "q": 2} if "p" in str(mapping) else {"x": 2, "y": 3}
     x = hax.named(jnp.asarray(np.random.default_rng(0).normal(size=(4, 6, 8)), jnp.float32), (B, H, W))
-    plan, (forward, _) = check(box, box_reference, (x,), mapping, BOTH_MESHES[0], sizes, x.axes)
+    plan, (forward, _) = check_against_reference(box, box_reference, (x,), mapping, BOTH_MESHES[0], sizes, x.axes)
     assert collectives(forward) == planned(plan, "forward")
 
 

@@ -35,7 +35,9 @@ from haliax_kernels.plan import KernelPlan as KernelPlan
 from haliax_kernels.policies import Gather as Gather
 from haliax_kernels.policies import Halo as Halo
 from haliax_kernels.policies import Local as Local
+from haliax_kernels.policies import Manual as Manual
 from haliax_kernels.policies import Parallel as Parallel
 from haliax_kernels.policies import Sum as Sum
+from haliax_kernels.shard_context import ShardContext as ShardContext
 
 __version__ = "0.1.0.dev0"

@@ -4,6 +4,7 @@
 """`named_kernel`: a kernel of plain local arrays becomes a function of NamedArrays that may be sharded."""
 
 import functools
+import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any, Literal, overload
@@ -20,9 +21,11 @@ from haliax_kernels.errors import ArgumentError, PolicyError, SignatureError
 from haliax_kernels.execute import sharded_call
 from haliax_kernels.local_kernel import LocalKernel
 from haliax_kernels.mesh import AxisMapping, MeshContext, ShardingSource, find_mesh, freeze_mapping
+from haliax_kernels.own_collectives import trace_kernel
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.planner import KernelSpec, make_plan
-from haliax_kernels.policies import Policy, check_policies
+from haliax_kernels.policies import Manual, Policy, check_policies
+from haliax_kernels.shard_context import shard_context
 from haliax_kernels.signature import call_signature, parse_signature, signature_from_annotations
 
 _OWN_KEYWORDS = ("axes", "axis_mapping", "mesh")
@@ -34,7 +37,7 @@ class NamedKernel:
     def __init__(
         self, fn: Callable[..., Any], spec: KernelSpec, axes: FrozenAxes = (), ready: Callable[..., Any] | None = None
     ):
-        self._fn, self._spec, self._axes = fn, spec, axes
+        self._fn, self._axes = fn, axes
         python = call_signature(fn)
         taken = [k for k in _OWN_KEYWORDS if python is not None and k in python.parameters]
         if taken:
@@ -42,6 +45,8 @@ class NamedKernel:
                 f"kernel {spec.name!r} has a parameter {taken[0]!r}, a keyword that every named kernel takes itself. "
                 "Rename the kernel's."
             )
+        python, spec = _without_shard(python, spec)
+        self._spec = spec
         self._reader = ArgumentReader(spec.name, spec.signature, python)
         # Kernels derived from this one share its cache: `kernel.bind(...)(...)` in a loop compiles once.
         self._ready = ready or functools.lru_cache(maxsize=256)(functools.partial(_make_ready, fn))
@@ -112,7 +117,12 @@ class NamedKernel:
         plan, run = self._ready(self._spec, shape, *key)
         if run is None:
             return plan
-        return plan.with_outputs(LocalKernel(self._fn, plan, shape).output_shapes())
+        local = _local_kernel(self._fn, self._spec, plan, shape)
+        if not (plan.sharded and self._spec.takes_shard):
+            return plan.with_outputs(local.output_shapes())
+        traced = trace_kernel(local)
+        notes = plan.notes if traced.note is None else (*plan.notes, traced.note)
+        return replace(plan.with_outputs(traced.outputs), own=traced.collectives, notes=notes)
 
     def bind(self, **axes: AxisBinding) -> "NamedKernel":
         """The kernel with some core axes bound for good: `attend.bind(q_pos="position")`."""
@@ -151,6 +161,11 @@ class NamedKernel:
         axis_mapping: AxisMapping | None,
         mesh: Mesh | AbstractMesh | None,
     ) -> tuple[CallShape, list[Any], tuple[FrozenAxes, MeshContext | None, ShardingSource]]:
+        if self._spec.takes_shard and "shard" in kwargs:
+            raise ArgumentError(
+                f"kernel {self._spec.name!r} was called with shard=...: that keyword is the ShardContext, which only "
+                "the named kernel can know. Leave it out."
+            )
         shape, arrays = self._reader.read(args, kwargs)
         frozen = self._axes
         if axes:
@@ -172,8 +187,38 @@ def _make_ready(
     plan = make_plan(spec, shape.infos, axes, mesh, source)
     if plan.refusals:
         return plan, None
-    local = LocalKernel(fn, plan, shape)
+    local = _local_kernel(fn, spec, plan, shape)
     return plan, sharded_call(local) if plan.sharded else jax.jit(local.direct)
+
+
+def _without_shard(python: inspect.Signature | None, spec: KernelSpec) -> tuple[inspect.Signature | None, KernelSpec]:
+    """The function's signature without the keyword `shard`, and the spec that says whether it has one.
+
+    Raises:
+        SignatureError: `shard` is a positional parameter.
+        PolicyError: `Manual` for a function that cannot receive it.
+    """
+    manual = [core for core, policy in spec.policies if isinstance(policy, Manual)]
+    if python is None:  # nobody knows what it takes
+        return None, replace(spec, takes_shard=bool(manual))
+    parameter = python.parameters.get("shard")
+    if parameter is not None and parameter.kind is not inspect.Parameter.KEYWORD_ONLY:
+        raise SignatureError(
+            f"kernel {spec.name!r} has a positional parameter 'shard', the name of the keyword in which a kernel "
+            "receives its ShardContext. Write it behind a '*', or rename it."
+        )
+    variadic = any(p.kind is inspect.Parameter.VAR_KEYWORD for p in python.parameters.values())
+    if manual and parameter is None and not variadic:
+        raise PolicyError(
+            f"kernel {spec.name!r}: axis {manual[0]!r} is Manual(), but the function has no keyword 'shard' to be "
+            f"told its shard in. Add one: def {spec.name}(..., *, shard)."
+        )
+    rest = [p for name, p in python.parameters.items() if name != "shard"]
+    return python.replace(parameters=rest), replace(spec, takes_shard=bool(parameter or manual))
+
+
+def _local_kernel(fn: Callable[..., Any], spec: KernelSpec, plan: KernelPlan, shape: CallShape) -> LocalKernel:
+    return LocalKernel(functools.partial(fn, shard=shard_context(plan)) if spec.takes_shard else fn, plan, shape)
 
 
 def _merged(old: FrozenAxes, new: FrozenAxes) -> FrozenAxes:
@@ -217,7 +262,7 @@ def named_kernel(
             `()` for an array without core axes; `*batch` at the front of every one says that the kernel takes leading
             dimensions itself. Its arguments are the function's first positional ones.
         policies: per core axis, what the kernel tolerates when it is sharded: `Local()` (the default: nothing),
-            `Parallel()`, `Gather()`, `Sum()`, `Halo(before, after)`.
+            `Parallel()`, `Gather()`, `Sum()`, `Halo(before, after)`, `Manual()`.
         multiple_of: per core axis, what its size on one device must be a multiple of.
         loop: `vmap`, or `collapse` to give the kernel all loop axes as one leading dimension (arguments that lack one
             are then copied along it).
@@ -227,6 +272,9 @@ def named_kernel(
     Raises:
         SignatureError: the signature cannot be read; the message names the token.
         PolicyError: a policy that cannot be.
+
+    A function with a keyword-only parameter `shard` receives a `ShardContext` there: which part of every core axis it
+    is given. `Manual()` needs it.
     """
     if callable(signature):
         return named_kernel()(signature)

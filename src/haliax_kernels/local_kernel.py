@@ -51,14 +51,16 @@ class LocalKernel:
         """Shapes of the outputs on one device, in the plan's axis order, by abstract evaluation."""
 
         def abstract(*xs: jax.Array) -> Arrays:
-            raw = self(*(layout(v) for layout, v in zip(self.layouts, xs, strict=True)))
-            return tuple(output_layout(self.plan, j, r.shape)(r) for j, r in enumerate(raw))
+            return self.in_output_order(*self(*(layout(v) for layout, v in zip(self.layouts, xs, strict=True))))
 
         return jax.eval_shape(abstract, *(jax.ShapeDtypeStruct(kernel_shape(x), x.dtype) for x in self.plan.inputs))
 
     def direct(self, *xs: jax.Array) -> Arrays:
         """The whole call without a mesh."""
-        raw = self(*self.prepare(xs))
+        return self.in_output_order(*self(*self.prepare(xs)))
+
+    def in_output_order(self, *raw: jax.Array) -> Arrays:
+        """What the kernel returned, in the plan's axis order; not cut yet."""
         return tuple(output_layout(self.plan, j, r.shape)(r) for j, r in enumerate(raw))
 
 

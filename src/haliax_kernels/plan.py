@@ -166,11 +166,13 @@ class Collective:
     """One collective of the compiled program.
 
     Attributes:
-        kind: `all-gather`, `reduce-scatter`, `all-reduce` or `collective-permute`.
+        kind: `all-gather`, `reduce-scatter`, `all-reduce`, `all-to-all` or `collective-permute`.
         phase: `forward` or `backward`.
         mesh_axes: the mesh axes it runs over.
-        what: the argument or output it serves.
-        bytes_per_device: bytes of its result on one device; None for an output whose size is not known yet.
+        what: the argument or output it serves, or `the kernel itself`.
+        bytes_per_device: bytes of its result on one device, each time it runs; None for an output whose size is not
+            known yet.
+        steps: how many times it runs: more than once in a loop; None where that depends on data.
     """
 
     kind: str
@@ -178,6 +180,7 @@ class Collective:
     mesh_axes: MeshAxes
     what: str
     bytes_per_device: int | None
+    steps: int | None = 1
 
 
 @dataclass(frozen=True)
@@ -198,6 +201,7 @@ class KernelPlan:
         refusals: why the call cannot run; empty if it can.
         notes: what runs but may surprise, such as an idle mesh axis.
         reshards: the arguments that lie otherwise than planned, and are resharded on entry.
+        own: the collectives that the kernel calls itself; known once it is traced, for a kernel with `Manual` axes.
     """
 
     kernel: str
@@ -213,6 +217,7 @@ class KernelPlan:
     refusals: tuple[NamedKernelError, ...] = ()
     notes: tuple[str, ...] = ()
     reshards: tuple[str, ...] = ()
+    own: tuple[Collective, ...] = ()
 
     @property
     def sharded(self) -> bool:
@@ -240,7 +245,10 @@ class KernelPlan:
     @property
     def collectives(self) -> tuple[Collective, ...]:
         """The collectives of the call, and of its gradient with respect to every floating-point argument."""
-        return (*self._forward(), *self._backward()) if self.mesh is not None and not self.refusals else ()
+        if self.mesh is None or self.refusals:
+            return ()
+        forward, backward = (tuple(c for c in self.own if c.phase == phase) for phase in ("forward", "backward"))
+        return (*self._forward(), *forward, *self._backward(), *backward)
 
     def several(self, mesh_axes: MeshAxes) -> MeshAxes:
         """Those of `mesh_axes` that have more than one device; none where there is no mesh."""

@@ -13,7 +13,7 @@ from haliax_kernels.binding import Bound, FrozenAxes, bind
 from haliax_kernels.errors import NamedKernelError, mesh_axes_text
 from haliax_kernels.mesh import MeshAxes, MeshContext, ShardingSource
 from haliax_kernels.plan import AxisPlan, InputPlan, KernelPlan, OutputPlan
-from haliax_kernels.policies import Gather, Local, Parallel, Policy
+from haliax_kernels.policies import Gather, Halo, Local, Manual, Parallel, Policy
 from haliax_kernels.refusals import Refusals
 from haliax_kernels.signature import KernelSignature
 
@@ -30,6 +30,7 @@ class KernelSpec:
         loop: `vmap`, or `collapse` for one single leading dimension.
         rng: `fold` folds the shard's index into PRNG keys, `replicated` leaves them alone.
         remedies: the ways out for a refused core axis instead of the general ones, as (what it does, code).
+        takes_shard: whether the kernel has a keyword `shard` for its `ShardContext`.
     """
 
     name: str
@@ -39,6 +40,7 @@ class KernelSpec:
     loop: Literal["vmap", "collapse"] = "vmap"
     rng: Literal["fold", "replicated"] = "fold"
     remedies: tuple[tuple[str, tuple[tuple[str, str], ...]], ...] = ()
+    takes_shard: bool = False
 
 
 def make_plan(
@@ -66,6 +68,7 @@ class _Planner:
         self.mesh = mesh if mesh is not None and mesh.needs_shard_map and not self._on_one_device(mesh) else None
         self.sizes = dict(mesh.sizes + mesh.manual) if mesh is not None else {}
         self.policies = dict(spec.policies)
+        self.leaders = {c: p.aligned_with for c, p in spec.policies if isinstance(p, Halo) and p.aligned_with}
         self.refuse = Refusals(spec.name, spec.signature, mesh)
         self.refusals: list[NamedKernelError] = []
 
@@ -75,6 +78,7 @@ class _Planner:
         inputs = [self._input(i) for i in range(len(self.infos))]
         if not self.refusals:
             inputs = self._unify(inputs)
+        self._check_contiguous()
         for x in inputs:
             self._check_input(x)
         varies = self._check_conflicts(inputs) if not self.refusals else {}
@@ -160,7 +164,9 @@ class _Planner:
             return plain
         manual = dict(self.context.manual)
         taken = tuple(m for m in mesh_axes if manual.get(m, 1) > 1)
-        if taken and not (plain.loop or isinstance(plain.policy, Parallel)):
+        # The shard of a shard may be computed apart just as well, but where it lies in the whole is not known here.
+        apart = isinstance(plain.policy, Parallel) and not self.spec.takes_shard
+        if taken and not (plain.loop or apart):
             self.refusals.append(self.refuse.already_manual(info, plain, taken, origin))
         mesh_axes = tuple(m for m in mesh_axes if m not in manual)
         if self.mesh is None or not mesh_axes:
@@ -188,16 +194,44 @@ class _Planner:
                 used[m] = a.name
             if a.size % a.shards:
                 self.refusals.append(self.refuse.uneven(x, a))
-            if any(a.halo) and a.core is not None:
-                first, *others = self.bound.names[a.core]
-                if others and a.name == first:
-                    self.refusals.append(self.refuse.flattened_halo(x, a.core, self.bound.names[a.core]))
             if isinstance(a.policy, Local) and a.shards > 1:
                 self.refusals.append(self.refuse.sharded(x, a, remedies.get(a.core) if a.core else None))
         for core, divisor in self.spec.multiple_of:
             parts = [a for a in x.axes if a.core == core and not a.loop]
             if parts and math.prod(a.own_size for a in parts) % divisor:
                 self.refusals.append(self.refuse.not_a_multiple(x, core, parts, divisor))
+
+    def _check_contiguous(self) -> None:
+        """Where rows have neighbours, or an offset, they are rows of one array axis; aligned ones are as many."""
+        for core, policy in self.policies.items():
+            names = self.bound.names[core]
+            if len(names) > 1 and (isinstance(policy, Halo | Manual) or core in self.leaders.values()):
+                self.refusals.append(self.refuse.flattened(core, policy, names))
+        sizes = {
+            core: next(
+                s
+                for i, r in zip(self.infos, self.bound.roles, strict=True)
+                for (_, c, _), (_, s) in zip(r, i.axes, strict=False)
+                if c == core
+            )
+            for pair in self.leaders.items()
+            for core in pair
+        }
+        for core, leader in self.leaders.items():
+            if sizes[core] != sizes[leader]:
+                self.refusals.append(self.refuse.not_aligned(core, sizes[core], leader, sizes[leader]))
+
+    def _lies_with(self, a: AxisPlan) -> tuple[tuple[str, str], str]:
+        """What has the same sharding: an axis and its namesakes, and the axis that they are aligned with."""
+        leader = self.leaders.get(a.core or "")
+        return (a.identity, a.name) if leader is None else (("core", leader), self.bound.names[leader][0])
+
+    def _group(self, a: AxisPlan) -> tuple[str, str]:
+        """What one mesh axis may shard inside the kernel: axes that lie alike, or any that the kernel sees to."""
+        core = self.leaders.get(a.core or "", a.core)
+        if core is None:
+            return a.identity
+        return ("manual", "") if isinstance(self.policies[core], Manual) else ("core", core)
 
     def _unify(self, inputs: list[InputPlan]) -> list[InputPlan]:
         """Give an axis that several arguments share one sharding; one that has it whole is cut for free."""
@@ -206,12 +240,12 @@ class _Planner:
             for a in x.axes:
                 if isinstance(a.policy, Gather | Local) or not a.mesh_axes:
                     continue
-                first, axis = chosen.setdefault((a.identity, a.name), (x, a))
+                first, axis = chosen.setdefault(self._lies_with(a), (x, a))
                 if axis.mesh_axes != a.mesh_axes:
                     self.refusals.append(self.refuse.inconsistent(first, axis, x, a))
 
         def unified(a: AxisPlan) -> AxisPlan:
-            known = chosen.get((a.identity, a.name))
+            known = chosen.get(self._lies_with(a))
             if known is None or isinstance(a.policy, Gather | Local):
                 return a
             _, axis = known
@@ -238,7 +272,8 @@ class _Planner:
         )
 
     def _check_conflicts(self, inputs: list[InputPlan]) -> dict[str, tuple[str, str]]:
-        """Which axis each mesh axis shards inside the kernel: one only, or blocks of different axes would meet."""
+        """Which axis each mesh axis shards inside the kernel (its group): one only, or blocks of different axes would
+        meet."""
         holder: dict[str, tuple[InputPlan, AxisPlan]] = {}
         for x in inputs:
             for a in x.axes:
@@ -246,9 +281,9 @@ class _Planner:
                     if self.sizes[m] == 1:
                         continue
                     other, axis = holder.setdefault(m, (x, a))
-                    if axis.identity != a.identity:
+                    if self._group(axis) != self._group(a):
                         self.refusals.append(self.refuse.conflict(m, other, axis, x, a))
-        return {m: axis.identity for m, (_, axis) in holder.items()}
+        return {m: self._group(axis) for m, (_, axis) in holder.items()}
 
     def _check_keys(self, inputs: list[InputPlan], varies: dict[str, tuple[str, str]]) -> None:
         if self.spec.rng == "fold" and varies:
@@ -271,10 +306,10 @@ class _Planner:
                         known[a.identity, a.name] = a
         cut: set[str] = set()
         drafts = []
-        for out in self.spec.signature.outputs:
+        for j, out in enumerate(self.spec.signature.outputs):
             axes: list[AxisPlan] = []
             slices: list[MeshAxes] = []
-            used: set[str] = set()
+            used: dict[str, str] = {}
             for name in self.bound.loop_axes:
                 axes.append(self._unused(known[("loop", name), name], used))
                 slices.append(())
@@ -286,21 +321,43 @@ class _Planner:
                     )
                     if a.gathered and any(m in varies or m in used for m in self._several(a.mesh_axes)):
                         a = replace(a, mesh_axes=(), shards=1)  # they shard something else here
+                    self._check_unused(j, a, used)
                     a = self._unused(a, used)
                     slices.append(a.mesh_axes if a.gathered else ())
                     cut.update(self._several(slices[-1]))
                     axes.append(a)
-            summed = [m for m, (kind, core) in varies.items() if kind == "core" and core not in out.axes]
-            drafts.append(OutputPlan(tuple(axes), tuple(summed), tuple(slices)))
+            lacking = {m: group for m, group in varies.items() if m not in used}
+            summed = tuple(m for m, (kind, _) in lacking.items() if kind == "core")
+            manual = tuple(m for m, (kind, _) in lacking.items() if kind == "manual")
+            self._check_reduced(j, inputs, manual)
+            drafts.append(OutputPlan(tuple(axes), summed, tuple(slices), once=manual))
         return tuple(
-            replace(d, once=tuple(m for m in sorted(cut) if not any(m in s for s in d.slices))) for d in drafts
+            replace(d, once=d.once + tuple(m for m in sorted(cut) if not any(m in s for s in d.slices)))
+            for d in drafts
         ), frozenset(cut)
 
-    def _unused(self, a: AxisPlan, used: set[str]) -> AxisPlan:
+    def _unused(self, a: AxisPlan, used: dict[str, str]) -> AxisPlan:
         """`a` without the mesh axes of one device that an earlier axis of the output has; marks the others."""
         kept = tuple(m for m in a.mesh_axes if self.sizes[m] > 1 or m not in used)
-        used.update(kept)
+        used.update(dict.fromkeys(kept, a.name))
         return a if kept == a.mesh_axes else replace(a, mesh_axes=kept)
+
+    def _check_unused(self, index: int, a: AxisPlan, used: dict[str, str]) -> None:
+        for m in self._several(a.mesh_axes):
+            if m in used:
+                self.refusals.append(self.refuse.twice_in_output(index, a, m, used[m]))
+
+    def _check_reduced(self, index: int, inputs: list[InputPlan], mesh_axes: MeshAxes) -> None:
+        """`Manual` axes that an output lacks must be reduced by the kernel."""
+        seen: set[str] = set()
+        for x in inputs:
+            for a in x.axes:
+                if not isinstance(a.policy, Manual) or a.policy.reduces or a.core is None or a.core in seen:
+                    continue
+                over = tuple(m for m in a.mesh_axes if m in mesh_axes)
+                if over:
+                    seen.add(a.core)
+                    self.refusals.append(self.refuse.not_reduced(index, x, a, over))
 
     def _several(self, mesh_axes: MeshAxes) -> MeshAxes:
         return self.mesh.several(mesh_axes) if self.mesh is not None else ()

@@ -63,6 +63,9 @@ class Halo(Policy):
         before: how many rows in front of the shard's own.
         after: how many behind them.
         edge: what the rows beyond the two ends of the whole axis hold.
+        aligned_with: a core axis of the same size whose rows lie beside these, as queries lie beside the keys of a
+            sliding window. Both are then sharded alike, over the same mesh axes, and an output needs one of the two
+            only, by the policy of that axis: `Parallel()`, `Sum()`, `Manual()` or `Halo()`.
 
     Raises:
         PolicyError: a negative number of rows.
@@ -71,6 +74,7 @@ class Halo(Policy):
     before: int = 0
     after: int = 0
     edge: float = 0
+    aligned_with: str | None = None
 
     def __post_init__(self) -> None:
         for what in ("before", "after"):
@@ -79,13 +83,31 @@ class Halo(Policy):
                 raise PolicyError(f"Halo({what}={rows!r}): give the number of rows, an int that is not negative.")
 
 
+@dataclass(frozen=True)
+class Manual(Policy):
+    """The kernel communicates itself, over mesh axes that its keyword `shard`, a `ShardContext`, names.
+
+    Only `Manual` axes may share a mesh axis. A mesh axis that no axis of an output is sharded over needs
+    `reduces=True`. Gradients follow from one rule: cotangents of what several devices hold in common add up. So the
+    cotangent of an output under `reduces=True` arrives on shard 0 and is zero on the others, and the gradients of
+    an argument that lacks the axis are added up over its mesh axes. JAX's own transposes (of `psum`, `all_gather`,
+    `ppermute`, ...) keep this rule; a backward written by hand must.
+
+    Attributes:
+        reduces: the kernel adds up (or brings together) what the shards found, and every shard returns the same
+            outputs where these lack the axis.
+    """
+
+    reduces: bool = False
+
+
 def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, kernel: str) -> dict[str, Policy]:
     """Complete `policies` with `Local` and refuse those that cannot be.
 
     Raises:
         PolicyError: an axis that the signature lacks, something that is no policy, `Parallel` on an axis that some
-            output lacks, `Sum` on an axis that every output has, `Halo` on an axis that some output lacks, or a policy
-            on an axis that no input has.
+            output lacks, `Sum` on an axis that every output has, `Halo` on an axis that some output lacks, or that is
+            aligned with an axis that cannot be, or a policy on an axis that no input has.
     """
     for axis, policy in policies.items():
         if axis not in signature.core_axes:
@@ -97,7 +119,7 @@ def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, k
             hint = f"; write {policy.__name__}()" if isinstance(policy, type) else ""
             raise PolicyError(
                 f"kernel {kernel!r}: the policy of axis {axis!r} is {policy!r}, which is none of Local(), Parallel(), "
-                f"Gather(), Sum(), Halo(before, after){hint}."
+                f"Gather(), Sum(), Halo(before, after), Manual(){hint}."
             )
         if isinstance(policy, Local):
             continue
@@ -113,7 +135,9 @@ def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, k
                 "what would each shard's result be? Use Sum() where the kernel sums over it, Gather() where it needs "
                 "it whole."
             )
-        if isinstance(policy, Halo) and lacking:
+        if isinstance(policy, Halo) and policy.aligned_with is not None:
+            _check_aligned(axis, policy, policies, signature, kernel)
+        elif isinstance(policy, Halo) and lacking:
             raise PolicyError(
                 f'kernel {kernel!r}: axis {axis!r} is Halo(), but output {lacking[0]} of "{signature}" lacks it: what '
                 "would each shard's result be? Give the output the axis and reduce it afterwards, or use Gather()."
@@ -125,3 +149,17 @@ def check_policies(policies: Mapping[str, Policy], signature: KernelSignature, k
                 "needed whole."
             )
     return {axis: policies.get(axis, Local()) for axis in signature.core_axes}
+
+
+def _check_aligned(
+    axis: str, policy: Halo, policies: Mapping[str, Policy], signature: KernelSignature, kernel: str
+) -> None:
+    leader = policies.get(policy.aligned_with or "", Local())
+    leads = isinstance(leader, Parallel | Sum | Manual) or (isinstance(leader, Halo) and leader.aligned_with is None)
+    if policy.aligned_with in signature.input_axes and policy.aligned_with != axis and leads:
+        return
+    raise PolicyError(
+        f"kernel {kernel!r}: axis {axis!r} is Halo(aligned_with={policy.aligned_with!r}), which must be another core "
+        f'axis of an argument of "{signature}", with a policy of its own, Parallel(), Sum(), Manual() or Halo(), '
+        "under which it may be sharded."
+    )

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from haliax_kernels.arguments import ArrayInfo
 from haliax_kernels.errors import (
     ArgumentError,
+    AxisSizeError,
     BindingError,
     InconsistentShardingError,
     ManualAxisError,
@@ -27,7 +28,7 @@ from haliax_kernels.errors import (
 )
 from haliax_kernels.mesh import MeshAxes, MeshContext
 from haliax_kernels.plan import AxisPlan, InputPlan
-from haliax_kernels.policies import Gather, Halo, Sum
+from haliax_kernels.policies import Local, Policy
 from haliax_kernels.signature import KernelSignature
 
 Remedies = Sequence[tuple[str, str]]
@@ -99,7 +100,7 @@ class Refusals:
         )
 
     def already_manual(self, info: ArrayInfo, a: AxisPlan, taken: MeshAxes, origin: str) -> ManualAxisError:
-        needs = f"under {a.policy}()" if isinstance(a.policy, Sum | Gather | Halo) else "whole on every device"
+        needs = "whole on every device" if isinstance(a.policy, Local) else f"under {a.policy}()"
         return ManualAxisError(
             f"{self.who} needs {axis_text(a.name, a.core)} of argument {info.label!r} {needs}, but it is mapped to "
             f"{mesh_axes_text(taken, self.sizes)}, {origin}, which {self.source} has already made manual: the array "
@@ -183,11 +184,12 @@ class Refusals:
         self, first: InputPlan, axis: AxisPlan, second: InputPlan, other: AxisPlan
     ) -> InconsistentShardingError:
         found = " but ".join(
-            f"over {mesh_axes_text(a.mesh_axes, self.sizes)} in argument {x.label!r} ({a.origin})"
+            f"{axis_text(a.name, a.core)} over {mesh_axes_text(a.mesh_axes, self.sizes)} in argument {x.label!r} "
+            f"({a.origin})"
             for x, a in ((first, axis), (second, other))
         )
         return InconsistentShardingError(
-            f"{self.who}: {axis_text(axis.name, axis.core)} is sharded {found}."
+            f"{self.who}: what must lie alike is sharded differently: {found}."
             + ways_out(("say which it is", f'{self.kernel}(..., axis_mapping={{"{axis.name}": "..."}})'))
         )
 
@@ -206,11 +208,47 @@ class Refusals:
             )
         )
 
-    def flattened_halo(self, x: InputPlan, core: str, names: Sequence[str]) -> BindingError:
+    def flattened(self, core: str, policy: Policy, names: Sequence[str]) -> BindingError:
+        """A core axis whose neighbours or offsets count, bound to several array axes."""
+        listed = ", ".join(map(repr, names))
         return BindingError(
-            f"{self.who}: core axis {core!r} of argument {x.label!r} is Halo() and bound to several array axes "
-            f"{', '.join(map(repr, names))}: the neighbouring rows of their flattened axis are rows of none."
-            + ways_out(("flatten them first", f'{x.label}.flatten_axes(({", ".join(map(repr, names))}), "{core}")'))
+            f"{self.who}: core axis {core!r} is {policy}() and bound to several array axes {listed}: neighbours and "
+            "offsets along their flattened axis are those of none of them."
+            + ways_out(("flatten them first", f'array.flatten_axes(({listed}), "{core}")'))
+        )
+
+    def not_aligned(self, core: str, size: int, leader: str, other: int) -> AxisSizeError:
+        return AxisSizeError(
+            f"{self.who}: core axis {core!r} has size {size}, but {leader!r}, which its Halo(aligned_with={leader!r}) "
+            f"says it lies beside, has {other}: their shards would not hold the same rows."
+            + ways_out(("pad one of them to the other's size", f"{max(size, other)}"))
+        )
+
+    def twice_in_output(self, index: int, a: AxisPlan, mesh_axis: str, other: str) -> MeshAxisConflictError:
+        """Two axes that may share a mesh axis inside the kernel meet in one output."""
+        return MeshAxisConflictError(
+            f"{self.who}: output {index} has {mesh_axes_text((mesh_axis,), self.sizes)} on two of its axes, {other!r} "
+            f"and {a.name!r}, {a.origin}: each device holds one block of the diagonal, and the others are missing."
+            + ways_out(("keep one of them whole for this call", f"{self.kernel}(..., {_unmap(a.name)})"))
+        )
+
+    def not_reduced(self, index: int, x: InputPlan, a: AxisPlan, mesh_axes: MeshAxes) -> ShardedAxisError:
+        """A sharded `Manual` axis that an output lacks, and no word of what the shards return there."""
+        return ShardedAxisError(
+            f"{self.who}: {axis_text(a.name, a.core)} of argument {x.label!r} is sharded over "
+            f"{mesh_axes_text(mesh_axes, self.sizes)}, {a.origin}, under Manual(), but output {index} is not: which "
+            "shard's result is it?"
+            + ways_out(
+                (
+                    "if the kernel gives every shard the whole result",
+                    f"{self.kernel}.with_policies({a.core}=Manual(reduces=True))",
+                ),
+                (
+                    "if each shard has a part of the sum",
+                    f"{self.kernel}.with_policies({a.core}=Sum())",
+                ),
+                ("or keep it whole for this call", f"{self.kernel}(..., {_unmap(a.name)})"),
+            )
         )
 
     def raw_key(self, x: InputPlan) -> ArgumentError:

@@ -6,7 +6,7 @@
 from collections.abc import Iterable
 
 from haliax_kernels.errors import bytes_text
-from haliax_kernels.plan import AxisPlan, KernelPlan
+from haliax_kernels.plan import AxisPlan, Collective, KernelPlan
 
 
 def render_plan(plan: KernelPlan) -> str:
@@ -35,7 +35,7 @@ def render_plan(plan: KernelPlan) -> str:
     if plan.mesh is not None and not plan.refusals:
         lines += ["", "collectives (bytes of the result on one device):"]
         found = [
-            (c.phase, c.kind, f"over {', '.join(c.mesh_axes)}", f"of {c.what}", _bytes(c.bytes_per_device))
+            (c.phase, c.kind, f"over {', '.join(c.mesh_axes)}", f"of {c.what}", _bytes(c.bytes_per_device) + _steps(c))
             for c in plan.collectives
         ]
         lines += [f"  {row}" for row in _table(found)] if found else ["  none, forward and backward"]
@@ -80,6 +80,12 @@ def _rows(label: str, axes: Iterable[AxisPlan], output: bool = False) -> list[tu
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
+
+
+def _steps(c: Collective) -> str:
+    if c.steps == 1:
+        return ""
+    return f", {c.steps} times" if c.steps is not None else ", as often as the data say"
 
 
 def _bytes(n: int | None) -> str:
