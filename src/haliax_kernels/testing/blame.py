@@ -179,8 +179,7 @@ class Blame:
         )
         match a.policy:
             case Halo():
-                larger = "enough rows on the right side of the shard, all of them real: the kernel pads nothing itself"
-                first = (f"{policy_text(a.policy)} is too small, or its rows are misread", larger)
+                first = ("see that it has enough rows, on the right side", "the kernel pads nothing itself")
                 return [first, halo, whole, local]
             case Sum():
                 additive = (

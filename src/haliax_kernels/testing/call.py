@@ -199,7 +199,8 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     wanted, devices = math.prod(sizes.values()), jax.devices()
     if wanted > len(devices):
         raise RuntimeError(
-            f"check_kernel needs {wanted} devices for its mesh {dict(sizes)}, but jax has {len(devices)}. They are fixed when jax starts; simulated ones on a CPU will do:\n"
+            f"check_kernel needs {wanted} devices for its mesh {dict(sizes)}, but jax has "
+            f"{len(devices)}. They are fixed when jax starts; simulated ones on a CPU will do:\n"
             f"  - before jax is imported:        XLA_FLAGS=--xla_force_host_platform_device_count={wanted}\n"
             f"  - or before jax is first used:   jax.config.update('jax_num_cpu_devices', {wanted})\n"
             "  - or check on a smaller mesh:    check_kernel(..., mesh={'a': 2})"

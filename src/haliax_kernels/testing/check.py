@@ -31,7 +31,7 @@ from haliax_kernels.testing.gradients import check_differences
 from haliax_kernels.testing.interpret import race_detection
 from haliax_kernels.testing.randomness import check_draws, comparable, random_outputs
 from haliax_kernels.testing.reference import check_reference
-from haliax_kernels.testing.report import CheckReport, KernelCheckError, Sharding
+from haliax_kernels.testing.report import CheckReport, KernelCheckError
 from haliax_kernels.testing.shardings import Shardings, find_shardings
 from haliax_kernels.testing.tpu import check_compiles
 
@@ -180,8 +180,8 @@ class _Check:
         if uncompared:
             listed = ", ".join(f"output {i}" for i in self.random)
             self.notes.append(
-                f"not compared: {listed}, and gradients, under {len(uncompared)} shardings, since each shard draws its "
-                "own random numbers; check the kernel also with randomness switched off"
+                f"not compared: {listed}, and gradients, under {len(uncompared)} shardings, since each shard draws "
+                "its own random numbers; check the kernel also with randomness switched off"
             )
 
     def look_for_races(self, shardings: Shardings) -> None:
