@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
-from haliax_kernels import Gather, Halo, Parallel, Sum, named_kernel
+from haliax_kernels import Gather, Halo, Manual, Parallel, Sum, named_kernel
 from haliax_kernels.errors import UnsupportedOptionError
 from haliax_kernels.testing import CheckReport, KernelCheckError, check_kernel
 from support import ATTENTION, attention
@@ -195,37 +195,43 @@ def crashes_on_a_remainder(x):
 
 
 LIES = {
-    "parallel, but mixed": ("pos embed -> pos embed", BOTH, mixes, "'pos', Parallel()", "Gather()"),
-    "parallel, but normalised": ("pos embed -> pos embed", BOTH, softmax, "'embed', Parallel()", "Gather()"),
-    "sum, but not additive": ("pos embed -> embed", {"pos": Sum()}, square_of_sum, "'pos', Sum()", "add up"),
+    "parallel, but mixed": ("pos embed -> pos embed", BOTH, mixes, "'pos', declared Parallel()", "Gather()"),
+    "parallel, but normalised": ("pos embed -> pos embed", BOTH, softmax, "'embed', declared Parallel()", "Gather()"),
+    "sum, but not additive": ("pos embed -> embed", {"pos": Sum()}, square_of_sum, "'pos', declared Sum()", "add up"),
     "halo too small": (
         "pos embed -> pos embed",
         {"pos": Halo(before=1)},
         halo_too_small,
-        "'pos', Halo(before=1",
-        "first 1 of 4 rows of the shards 1",
+        "'pos', declared Halo(before=1",
+        "first 1 of 4 rows of shard 1",
     ),
     "halo on the wrong side": (
         "pos embed -> pos embed",
         {"pos": Halo(after=1)},
         halo_on_the_wrong_side,
-        "'pos', Halo(before=0, after=1",
+        "'pos', declared Halo(after=1",
         "Halo(before=..., after=0)",
     ),
     "halo off by one": (
         "pos embed -> pos embed",
         {"pos": Halo(1)},
         halo_off_by_one,
-        "'pos', Halo(before=1",
+        "'pos', declared Halo(before=1",
         "first 1",
     ),
     "loop axis": ("*batch pos embed -> *batch pos embed", {}, mixes_leading, "'batch', a loop axis", "core axis"),
-    "drops a remainder": ("pos embed -> pos embed", BOTH, in_blocks_of_four, "'pos', Parallel()", "Gather()"),
+    "drops a remainder": (
+        "pos embed -> pos embed",
+        BOTH,
+        in_blocks_of_four,
+        "'pos', declared Parallel()",
+        "multiple_of",
+    ),
     "crashes on a remainder": (
         "pos embed -> pos embed",
         BOTH,
         crashes_on_a_remainder,
-        "'pos', Parallel()",
+        "'pos', declared Parallel()",
         'multiple_of={"pos": ...}',
     ),
 }
@@ -273,7 +279,9 @@ def summing(forward_sums, backward_sums):
 def test_double_psum_forward():
     x = array(("pos", 8), ("embed", 2))
     text = failure(summing(True, False), x)
-    assert "axis 'pos', Sum()" in text and "the value of output 0" in text and "2 times too large" in text, text
+    assert "axis 'pos', declared Sum()" in text and "the value of output 0" in text and "2 times too large" in text, (
+        text
+    )
 
 
 def test_double_psum_backward():
@@ -281,7 +289,9 @@ def test_double_psum_backward():
     half = array(("pos", 4), ("embed", 2))
     x = hax.concatenate(Axis("pos", 8), [half, half])
     text = failure(summing(False, True), x)
-    assert "axis 'pos', Sum()" in text and "the gradient of argument 'x'" in text and "2 times too large" in text, text
+    assert (
+        "axis 'pos', declared Sum()" in text and "the gradient of argument 'x'" in text and "2 times too large" in text
+    ), text
     assert "the gradient of argument 'x'" in failure(summing(False, True), array(("pos", 8), ("embed", 2)))
 
 
@@ -320,6 +330,21 @@ def test_wrong_reference():
     assert "the gradient of argument 'x' is not that of the reference" in text, text
 
 
+# Copies that devices should hold alike
+
+
+def test_copies_that_differ():
+    """Shard 0, whose copy JAX would show, has the total; the others have their own part."""
+
+    @named_kernel("pos embed -> embed", policies={"pos": Manual(reduces=True)}, name="first")
+    def first(x, *, shard):
+        own, mesh_axes = jnp.sum(x, axis=0), shard["pos"].mesh_axes
+        return jnp.where(shard["pos"].index == 0, lax.psum(own, mesh_axes), own) if mesh_axes else own
+
+    text = failure(first, array(("pos", 8), ("embed", 2)), gradients=False)
+    assert "axis 'pos', declared Manual(reduces=True)" in text and "copy 1 of 2" in text and "lax.psum" in text, text
+
+
 # Random numbers
 
 
@@ -341,7 +366,9 @@ def test_identical_dropout():
         dropout
     )
     text = failure(kernel, array(("pos", 8), ("embed", 2)), jax.random.key(0))
-    assert "identical across shards" in text and "axis 'pos', Parallel()" in text and 'rng="fold"' in text, text
+    assert "identical across shards" in text and "axis 'pos', declared Parallel()" in text and 'rng="fold"' in text, (
+        text
+    )
 
 
 def test_one_key_for_each_index_is_compared():
@@ -382,7 +409,9 @@ def test_race_in_scratch_memory():
     x = array(("pos", 4), ("embed", 2))
     assert check_kernel(copies(race=True), x, mesh=SMALL, gradients=False).checked
     text = failure(copies(race=True), x, gradients=False, races=True)
-    assert "kernel 'copies' has a race" in text and "no sharding" in text and "test_check_kernel.py" in text, text
+    assert "kernel 'copies' has a race" in text and "nothing is sharded" in text and "test_check_kernel.py" in text, (
+        text
+    )
     report = check_kernel(copies(race=False), x, mesh=SMALL, gradients=False, races=True)
     assert "no races, unsharded and under 1 shardings" in report.notes
 
@@ -417,17 +446,14 @@ def test_topology():
     report = check_kernel(doubled(False), x, **options)
     assert "forward and gradient compile for TPU v5e:2x2 under 3 shardings" in report.notes
 
-    def too_large(x_ref, out_ref, scratch):
-        out_ref[...] = 2 * x_ref[...]
+    def body(x_ref, out_ref):
+        out_ref[...] = jnp.sort(x_ref[...], axis=0)
 
-    @named_kernel("pos embed -> pos embed", policies={"pos": Parallel()}, name="large")
-    def large(x):
-        return pl.pallas_call(
-            too_large,
-            out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
-            scratch_shapes=[pltpu.VMEM((1 << 14, 1 << 12), jnp.float32)],
-        )(x)
+    @named_kernel("pos embed -> pos embed", name="sorts")
+    def sorts(x):
+        return pl.pallas_call(body, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype))(x)
 
-    assert "does not compile for TPU v5e:2x2" in failure(large, x, gradients=False, **options)
+    text = failure(sorts, x, gradients=False, **options)
+    assert "kernel 'sorts': its forward does not compile for TPU v5e:2x2" in text and "sort" in text, text
     with pytest.raises(UnsupportedOptionError, match="v5e"):
-        check_kernel(large, x, gradients=False, mesh=SMALL, topology="v99:2x2")
+        check_kernel(sorts, x, gradients=False, mesh=SMALL, topology="v99:2x2")

@@ -168,13 +168,15 @@ class _Check:
             if self.random and sharding in alone and self._draws_checked(shardings, blame):
                 drawn.append(sharding[0][0])
             runner = self.call.runner(sharding, self.mesh)
-            results = self._run(blame, runner)
+            copies = self._run(blame, runner)
             skipped = () if comparable(plan) else self.random
-            self._compare(plan, blame, results, skipped)
+            for i, results in enumerate(copies):
+                where = f" (copy {i} of {len(copies)}, which should be equal)" if i else ""
+                self._compare(plan, blame, results, skipped, where)
             if skipped:
                 uncompared.append(sharding)
                 if sharding in alone:
-                    self._check_repeats(blame, results, runner(cotangents=self.cotangents))
+                    self._check_repeats(blame, copies[0], runner(cotangents=self.cotangents))
         if drawn:
             self.notes.append(f"shards draw different random numbers along {', '.join(dict.fromkeys(drawn))}")
         if uncompared:
@@ -218,8 +220,8 @@ class _Check:
         arguments = (self.call, self.mesh, shardings.axes, blame.sharding, self.random)
         return self._guarded(blame, lambda: check_draws(*arguments))
 
-    def _run(self, blame: Blame, runner: Runner) -> Results:
-        return self._guarded(blame, lambda: runner(cotangents=self.cotangents))
+    def _run(self, blame: Blame, runner: Runner) -> list[Results]:
+        return self._guarded(blame, lambda: runner.copies(cotangents=self.cotangents))
 
     def _guarded(self, blame: Blame, run: Callable[[], Any]) -> Any:
         try:
@@ -231,7 +233,7 @@ class _Check:
                 raise
             raise blame.crash(e) from e
 
-    def _compare(self, plan: KernelPlan, blame: Blame, results: Results, skipped: tuple[int, ...]) -> None:
+    def _compare(self, plan: KernelPlan, blame: Blame, results: Results, skipped: tuple[int, ...], where: str) -> None:
         values = list(self.base.values)
         for i, want in enumerate(values):
             found = [("", results.values[i])]
@@ -241,7 +243,7 @@ class _Check:
                 difference = compare(v, want, self._limit(want, values))
                 if difference is not None:
                     dims = tuple(a.name for a in plan.outputs[i].axes)
-                    raise blame.disagreement(f"the value of output {i}{when}", False, dims, difference)
+                    raise blame.disagreement(f"the value of output {i}{where}{when}", False, dims, difference)
         if results.gradients is None or self.base.gradients is None or skipped:
             return
         wanted = list(self.base.gradients.values())
@@ -249,7 +251,7 @@ class _Check:
             difference = compare(results.gradients[i], want, self._limit(want, wanted))
             if difference is not None:
                 dims = tuple(a.name for a in plan.inputs[i].axes)
-                what = f"the gradient of argument {self.call.shape.infos[i].label!r}"
+                what = f"the gradient of argument {self.call.shape.infos[i].label!r}{where}"
                 raise blame.disagreement(what, True, dims, difference)
 
     def _check_repeats(self, blame: Blame, first: Results, second: Results) -> None:
