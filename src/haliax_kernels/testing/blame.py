@@ -58,6 +58,16 @@ class Blame:
             + self._details(lines, ways)
         )
 
+    def other_shape(self, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> KernelCheckError:
+        """An output axis that no argument has takes its size from the output, and that depends on the shard."""
+        return KernelCheckError(
+            f"kernel {self.kernel!r}: {what} has another shape than the unsharded one when {self._title()}: {found} "
+            f"instead of {expected}."
+            + self._details(
+                [], [("if a size depends on the shard's", "give that axis the name of the argument's axis")]
+            )
+        )
+
     def crash(self, error: Exception) -> KernelCheckError:
         """The kernel runs unsharded, but raises under this sharding."""
         first = str(error).strip().splitlines()

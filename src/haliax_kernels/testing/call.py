@@ -130,7 +130,7 @@ class Runner:
         """The same, once for each copy that devices hold of what they all should have alike."""
         call = self._call
         placed = [self._placed(v, s) for v, s in zip(arrays or call.arrays, self._specs, strict=True)]
-        with tpu_interpret_mode() if call.forced else contextlib.nullcontext():
+        with jax.set_mesh(self._mesh), tpu_interpret_mode() if call.forced else contextlib.nullcontext():
             if cotangents is None:
                 values = self._forward(*placed)
                 return [Results(on_host(values, i)) for i in range(_count_copies(values))]

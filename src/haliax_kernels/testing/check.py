@@ -6,6 +6,7 @@
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import haliax as hax
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -31,7 +32,7 @@ from haliax_kernels.testing.gradients import check_differences
 from haliax_kernels.testing.interpret import race_detection
 from haliax_kernels.testing.randomness import check_draws, comparable, random_outputs
 from haliax_kernels.testing.reference import check_reference
-from haliax_kernels.testing.report import CheckReport, KernelCheckError
+from haliax_kernels.testing.report import CheckReport, KernelCheckError, counted
 from haliax_kernels.testing.shardings import Shardings, find_shardings
 from haliax_kernels.testing.tpu import check_compiles
 
@@ -82,28 +83,11 @@ def check_kernel(
         RuntimeError: jax has fewer devices than the mesh.
     """
     sizes = dict(mesh or {"a": 2, "b": 2})
-    check = _Check(read_call(kernel, args, kwargs, axes), make_mesh(sizes), Tolerance(rtol, atol), seed)
-    check.run_unsharded(gradients)
-    if reference is not None:
-        check.notes.append(check_reference(check.call, check.base, reference, check.cotangents, check.tolerance))
-    if check.cotangents is not None:
-        check.notes.append(check_differences(check.call, check.cotangents, seed))
-    shardings = find_shardings(check.call, check.mesh, samples, seed)
-    check.compare_shardings(shardings)
-    if races:
-        check.look_for_races(shardings)
-    if topology is not None:
-        everything = ((), *shardings.alone)
-        check.notes.append(check_compiles(check.call, topology, sizes, shardings.axes, everything, check.cotangents))
-    return CheckReport(
-        kernel=check.call.name,
-        mesh=tuple(sizes.items()),
-        checked=shardings.alone + shardings.together,
-        gradients=check.cotangents is not None,
-        refused=shardings.refused,
-        unchecked=shardings.unchecked,
-        notes=tuple(check.notes),
-    )
+    devices = make_mesh(sizes)
+    # The caller's own mesh and mapping must not be seen, neither by jit nor by the kernel.
+    with jax.set_mesh(single_device_mesh()), hax.axis_mapping({}):
+        check = _Check(read_call(kernel, args, kwargs, axes), devices, Tolerance(rtol, atol), seed)
+        return check.run(sizes, samples, gradients, reference, races, topology)
 
 
 class _Check:
@@ -117,24 +101,55 @@ class _Check:
         self.random: tuple[int, ...] = ()
         self.notes: list[str] = []
 
+    def run(
+        self,
+        sizes: dict[str, int],
+        samples: int | None,
+        gradients: bool,
+        reference: Callable[..., Any] | None,
+        races: bool,
+        topology: str | None,
+    ) -> CheckReport:
+        """All of it, the cheapest first."""
+        self.run_unsharded(gradients)
+        if reference is not None:
+            self.notes.append(check_reference(self.call, self.base, reference, self.cotangents, self.tolerance))
+        if self.cotangents is not None:
+            self.notes.append(check_differences(self.call, self.cotangents, self.seed))
+        shardings = find_shardings(self.call, self.mesh, samples, self.seed)
+        self.compare_shardings(shardings)
+        if races:
+            self.look_for_races(shardings)
+        if topology is not None:
+            every = ((), *shardings.alone)
+            self.notes.append(check_compiles(self.call, topology, sizes, shardings.axes, every, self.cotangents))
+        return CheckReport(
+            kernel=self.call.name,
+            mesh=tuple(sizes.items()),
+            checked=shardings.alone + shardings.together,
+            gradients=self.cotangents is not None,
+            refused=shardings.refused,
+            unchecked=shardings.unchecked,
+            notes=tuple(self.notes),
+        )
+
     def run_unsharded(self, gradients: bool) -> None:
         """What all else is compared with.
 
         Raises:
             KernelCheckError: the kernel has no gradient, or its two forward passes disagree.
         """
-        self.call, runner, forward = _runnable(self.call)
-        self.base = forward
-        self.random = random_outputs(self.call, runner)
-        if not gradients:
-            return
         cotangents = random_cotangents(self.call.function((), single_device_mesh()), self.call.arrays, self.seed)
-        if not cotangents or not self.call.moving:
+        if gradients and not (cotangents and self.call.moving):
             self.notes.append("there are no gradients: no floating-point argument, or no such output")
+        if not (gradients and cotangents and self.call.moving):
+            self.call, runner, self.base = _runnable(self.call)
+            self.random = random_outputs(self.call, runner)
             return
         try:
             self.call, runner, self.base = _runnable(self.call, cotangents)
         except Exception as e:
+            _runnable(self.call)  # a kernel that does not even run says so itself
             raise KernelCheckError(
                 f"kernel {self.call.name!r} runs, but cannot be differentiated: {type(e).__name__}: "
                 f"{(str(e).splitlines() or [''])[0]}"
@@ -143,6 +158,7 @@ class _Check:
                     ("or check its values only", f"check_kernel({self.call.name}, ..., gradients=False)"),
                 )
             ) from e
+        self.random = random_outputs(self.call, runner)
         self.cotangents = cotangents
         assert self.base.saving is not None
         expected = [self.base.values[i] for i in self._floating]
@@ -182,7 +198,7 @@ class _Check:
         if uncompared:
             listed = ", ".join(f"output {i}" for i in self.random)
             self.notes.append(
-                f"not compared: {listed}, and gradients, under {len(uncompared)} shardings, since each shard draws "
+                f"not compared: {listed}, and gradients, under {counted(len(uncompared))}, since each shard draws "
                 "its own random numbers; check the kernel also with randomness switched off"
             )
 
@@ -206,7 +222,7 @@ class _Check:
                 f"kernel {self.call.name!r}: races=True, but no Pallas call ran in TPU interpret mode: there is "
                 "nothing to look at. Pass races=False."
             )
-        self.notes.append(f"no races, unsharded and under {len(shardings.alone)} shardings")
+        self.notes.append(f"no races, unsharded and under {counted(len(shardings.alone))}")
 
     @property
     def _floating(self) -> list[int]:
@@ -236,23 +252,35 @@ class _Check:
     def _compare(self, plan: KernelPlan, blame: Blame, results: Results, skipped: tuple[int, ...], where: str) -> None:
         values = list(self.base.values)
         for i, want in enumerate(values):
+            dims = tuple(a.name for a in plan.outputs[i].axes)
             found = [("", results.values[i])]
             if results.saving is not None and i in self._floating:
                 found.append((", when differentiated,", results.saving[self._floating.index(i)]))
             for when, v in found if i not in skipped else ():
-                difference = compare(v, want, self._limit(want, values))
-                if difference is not None:
-                    dims = tuple(a.name for a in plan.outputs[i].axes)
-                    raise blame.disagreement(f"the value of output {i}{where}{when}", False, dims, difference)
+                self._compare_one(blame, f"the value of output {i}{where}{when}", False, dims, v, want, values)
         if results.gradients is None or self.base.gradients is None or skipped:
             return
         wanted = list(self.base.gradients.values())
         for i, want in self.base.gradients.items():
-            difference = compare(results.gradients[i], want, self._limit(want, wanted))
-            if difference is not None:
-                dims = tuple(a.name for a in plan.inputs[i].axes)
-                what = f"the gradient of argument {self.call.shape.infos[i].label!r}{where}"
-                raise blame.disagreement(what, True, dims, difference)
+            dims = tuple(a.name for a in plan.inputs[i].axes)
+            what = f"the gradient of argument {self.call.shape.infos[i].label!r}{where}"
+            self._compare_one(blame, what, True, dims, results.gradients[i], want, wanted)
+
+    def _compare_one(
+        self,
+        blame: Blame,
+        what: str,
+        gradient: bool,
+        dims: tuple[str, ...],
+        found: np.ndarray,
+        expected: np.ndarray,
+        among: list[np.ndarray],
+    ) -> None:
+        if found.shape != expected.shape:
+            raise blame.other_shape(what, found.shape, expected.shape)
+        difference = compare(found, expected, self._limit(expected, among))
+        if difference is not None:
+            raise blame.disagreement(what, gradient, dims, difference)
 
     def _check_repeats(self, blame: Blame, first: Results, second: Results) -> None:
         for i, (a, b) in enumerate(zip(first.values, second.values, strict=True)):

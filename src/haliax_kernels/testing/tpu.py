@@ -18,7 +18,7 @@ from haliax_kernels.errors import UnsupportedOptionError
 from haliax_kernels.plan import AxisPlan
 from haliax_kernels.testing.blame import Blame
 from haliax_kernels.testing.call import Arrays, KernelCall, with_gradients
-from haliax_kernels.testing.report import Sharding
+from haliax_kernels.testing.report import Sharding, counted
 
 _TYPES = {"v5e": "v5litepod-8", "v6e": "v6e-8", "v5p": "v5p-8", "v4": "v4-8"}
 
@@ -56,12 +56,13 @@ def check_compiles(
             programs.append(("gradient", with_gradients(function, call.moving), (arrays, cts)))
         for phase, f, args in programs:
             try:
-                text = jax.jit(f).trace(*args).lower().compile().as_text()
+                with jax.set_mesh(mesh):
+                    text = jax.jit(f).trace(*args).lower().compile().as_text()
             except Exception as e:
                 raise blame.does_not_compile(topology, phase, e) from e
             kernels += (text or "").count("tpu_custom_call")
     what = "forward and gradient" if cotangents is not None else "forward"
-    note = f"{what} compile for TPU {topology} under {len(shardings)} shardings"
+    note = f"{what} compile for TPU {topology} under {counted(len(shardings))}"
     return note if kernels else f"{note}, but without a single Pallas kernel: does it ask for interpret mode?"
 
 
