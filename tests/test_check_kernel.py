@@ -18,6 +18,8 @@ from jax.experimental.pallas import tpu as pltpu
 from haliax_kernels import Gather, Halo, Manual, Parallel, Sum, named_kernel
 from haliax_kernels.errors import UnsupportedOptionError
 from haliax_kernels.testing import CheckReport, KernelCheckError, check_kernel
+from haliax_kernels.testing.call import read_call
+from haliax_kernels.testing.shardings import find_shardings
 from support import ATTENTION, attention, make_mesh
 
 SMALL = {"a": 2}
@@ -147,6 +149,21 @@ def test_nothing_to_shard_is_an_error():
     x = array(("pos", 8), ("embed", 2))
     assert "no axis of this call can be sharded" in failure(local, x)
     assert "UnevenShardingError" in failure(local.with_policies(pos=Parallel()), array(("pos", 3), ("embed", 2)))
+
+
+def test_nan_is_an_error():
+    kernel = named_kernel("pos embed -> pos embed", policies=BOTH, name="root")(jnp.sqrt)
+    assert "the value of output 0 is NaN" in failure(kernel, X)
+
+
+def test_samples():
+    """The mesh axes in all pairs of two different axes; a mesh axis cannot shard two."""
+    kernel = named_kernel("pos embed -> pos embed", policies=BOTH)(lambda x: x * 2)
+    x = array(("batch", 2), ("pos", 2), ("embed", 2))
+    every = find_shardings(read_call(kernel, (x,), {}, None), make_mesh(a=2, b=2), None, 0)
+    assert len(every.alone) == 3 * 2 and len(set(every.together)) == 3 * 2
+    some = find_shardings(read_call(kernel, (x,), {}, None), make_mesh(a=2, b=2), 4, 0)
+    assert some.alone == every.alone and len(set(some.together)) == 4 and set(some.together) < set(every.together)
 
 
 def test_sizes_that_do_not_divide_are_reported():

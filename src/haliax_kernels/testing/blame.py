@@ -3,8 +3,9 @@
 
 """The messages of a failed check: which axis, what differs, what it looks like, and what to do."""
 
+import contextlib
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 
 from jax.sharding import Mesh
@@ -67,6 +68,18 @@ class Blame:
                 [], [("if a size depends on the shard's", "give that axis the name of the argument's axis")]
             )
         )
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Make what the kernel raises under the sharding an error of the check. Unsharded it speaks for itself."""
+        try:
+            yield
+        except KernelCheckError:
+            raise
+        except Exception as e:
+            if not self.sharding:
+                raise
+            raise self.crash(e) from e
 
     def crash(self, error: Exception) -> KernelCheckError:
         """The kernel runs unsharded, but raises under this sharding."""
