@@ -208,6 +208,11 @@ def halo_off_by_one(x):
     return jnp.pad(x, ((1, 0), (0, 0)))[: x.shape[0] - 1]
 
 
+def both_neighbours(x):
+    padded = jnp.pad(x, ((1, 1), (0, 0)))
+    return padded[:-2] + padded[2:]
+
+
 def mixes_leading(x):
     return x - jnp.mean(x, axis=0, keepdims=True)
 
@@ -246,6 +251,13 @@ LIES = {
         halo_off_by_one,
         "'pos', declared Halo(before=1",
         "first 1",
+    ),
+    "needs both neighbours": (
+        "pos embed -> pos embed",
+        BOTH,
+        both_neighbours,
+        "'pos', declared Parallel()",
+        "only within 1 rows of the borders",
     ),
     "loop axis": ("*batch pos embed -> *batch pos embed", {}, mixes_leading, "'batch', a loop axis", "core axis"),
     "drops a remainder": (
@@ -442,6 +454,29 @@ def test_race_in_scratch_memory():
     )
     report = check_kernel(copies(race=False), x, mesh=SMALL, gradients=False, races=True)
     assert "no races, unsharded and under 1 sharding" in report.notes
+
+
+def test_failure_inside_a_pallas_kernel():
+    """Its fourth row: a shard has two. What it says is found in the interpreter's traceback."""
+
+    def body(x_ref, out_ref):
+        out_ref[...] = x_ref[pl.ds(pl.program_id(0) + 3, 1), :]
+
+    @named_kernel("pos embed -> one embed", policies={"pos": Gather()}, name="fourth")
+    def fourth(x):
+        out = jax.ShapeDtypeStruct((1, x.shape[1]), x.dtype)
+        return pl.pallas_call(body, grid=(1,), out_shape=out)(x)
+
+    x = array(("pos", 4), ("embed", 2))
+    assert check_kernel(fourth, x, mesh=SMALL, gradients=False).checked
+
+    @named_kernel("pos embed -> pos embed", policies={"pos": Parallel()}, name="fourth")
+    def wrong(x):
+        return x + fourth._fn(x)
+
+    text = failure(wrong, x, gradients=False)
+    assert "fails when axis 'pos', declared Parallel()" in text and "IndexError" in text, text
+    jax.effects_barrier()  # the failure is not raised again
 
 
 def doubled(interpret):

@@ -83,8 +83,10 @@ class Blame:
 
     def crash(self, error: Exception) -> KernelCheckError:
         """The kernel runs unsharded, but raises under this sharding."""
-        first = str(error).strip().splitlines()
-        lines = [f"the error:     {type(error).__name__}: {first[0] if first else ''}"[:600]]
+        said = str(error).strip().splitlines() or [""]
+        # Pallas' interpret mode gives a traceback, which ends with what happened.
+        line = said[-1] if any(s.startswith("Traceback") or "Traceback (" in s for s in said) else said[0]
+        lines = [f"the error:     {type(error).__name__}: {line}"[:600]]
         ways: list[_Way] = []
         for axis, mesh_axes in self.sharding:
             a = self.axes[axis]
