@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 
 from haliax_kernels import Gather, Halo, Manual, Parallel, Sum, named_kernel
+from haliax_kernels.collectives import exclusive_prefix, ring
 from haliax_kernels.errors import UnsupportedOptionError
 from haliax_kernels.testing import CheckReport, KernelCheckError, check_kernel
 from haliax_kernels.testing.call import read_call
@@ -291,6 +292,64 @@ def test_right_multiple_passes():
     assert check_kernel(kernel, X, mesh=SMALL, samples=0).checked
     report = check_kernel(kernel, array(("batch", 2), ("pos", 12), ("embed", 2)), mesh=SMALL, samples=0)
     assert report.unchecked == (("pos", "its size 12 allows no sharding (MultipleOfError)"),)
+
+
+# Lies of kernels that communicate
+
+
+def accumulating(offset_of_own, totals):
+    """A cumulative sum times the position, and its last row; right if it uses its offset and the others' totals."""
+
+    @named_kernel("pos embed -> pos embed, embed", policies={"pos": Manual(reduces=True)}, name="accumulating")
+    def kernel(x, *, shard):
+        mesh_axes = shard["pos"].mesh_axes
+        own = jnp.cumsum(x, axis=0)
+        own = own + exclusive_prefix(jnp.add, own[-1], 0.0, mesh_axes)
+        position = jnp.arange(x.shape[0]) + (shard["pos"].offset if offset_of_own else 0)
+        total = jnp.sum(x, axis=0)
+        for _ in range(totals if mesh_axes else 0):
+            total = lax.psum(total, mesh_axes)
+        return own * position[:, None], total
+
+    return kernel
+
+
+MANUAL = {
+    "right": (True, 1, None),
+    "missing psum": (True, 0, "the value of output 1"),
+    "double psum": (True, 2, "2 times too large"),
+    "wrong offset": (False, 1, "the value of output 0"),
+}
+
+
+@pytest.mark.parametrize("lie", MANUAL)
+def test_manual(lie):
+    offset, totals, hint = MANUAL[lie]
+    kernel = accumulating(offset, totals)
+    if hint is None:
+        assert (("pos", ("a",)),) in check_kernel(kernel, X, mesh=SMALL).checked
+        return
+    text = failure(kernel, X)
+    assert "axis 'pos', declared Manual(" in text and hint in text, text
+
+
+@pytest.mark.parametrize("right", [True, False])
+def test_manual_axes_that_only_go_together(right):
+    """An output has `q_pos` only, so that `k_pos` alone is refused, and both on one mesh axis are not."""
+
+    @named_kernel("q_pos embed, k_pos embed -> q_pos embed", policies={"q_pos": Manual(), "k_pos": Manual()}, name="o")
+    def others(q, k, *, shard):
+        def step(carry, visiting, source):
+            return carry + jnp.sum(visiting, axis=0)
+
+        return q * (ring(step, jnp.zeros_like(k[0]), k, shard["k_pos"].mesh_axes) if right else jnp.sum(k, axis=0))
+
+    q, k = array(("q_pos", 8), ("embed", 2)), array(("k_pos", 8), ("embed", 2), seed=1)
+    if right:
+        report = check_kernel(others, q, k, mesh=SMALL)
+        assert (("q_pos", ("a",)), ("k_pos", ("a",))) in report.checked and not report.unchecked
+    else:
+        assert "'k_pos'" in failure(others, q, k)
 
 
 # Lies about the gradient

@@ -41,7 +41,10 @@ class Input:
 
 @dataclass(frozen=True)
 class Case:
-    """One call. `transforms` stand from the inside to the outside; `mapped` says which arguments a vmap maps."""
+    """One call. `transforms` stand from the inside to the outside; `mapped` says which arguments a vmap maps.
+
+    Unless it is `eager`, one more jit is around all: most of the time goes into compiling, and that is once then.
+    """
 
     cores: tuple[Core, ...]
     loops: tuple[tuple[str, int], ...]
@@ -55,6 +58,7 @@ class Case:
     mapping: tuple[tuple[str, tuple[str, ...]], ...]
     source: str
     placed: bool
+    eager: bool
     transforms: tuple[str, ...]
     mapped: int
     seed: int
@@ -141,6 +145,7 @@ def cases(draw: st.DrawFn) -> Case:
             mapping.pop(c.parts[0][0], None)
             if leader.parts[0][0] in mapping and draw(st.booleans()):
                 mapping[c.parts[0][0]] = mapping[leader.parts[0][0]]
+    source = draw(st.sampled_from(("context", "argument", "context", "argument", "arrays")))
     return Case(
         cores=drawn,
         loops=loops,
@@ -152,8 +157,9 @@ def cases(draw: st.DrawFn) -> Case:
         mesh=tuple(mesh.items()),
         explicit=draw(st.sampled_from(((), (), tuple(names), tuple(names[:1])))),
         mapping=tuple(mapping.items()),
-        source=draw(st.sampled_from(("context", "argument", "context", "argument", "arrays"))),
+        source=source,
         placed=draw(st.booleans()),
+        eager=source == "arrays" or draw(st.integers(0, 4)) == 0,
         transforms=tuple(draw(st.lists(st.sampled_from(TRANSFORMS), max_size=2))),
         mapped=draw(st.integers(1, 7)),
         seed=draw(st.integers(0, 3)),

@@ -100,7 +100,8 @@ def check(case: Case) -> str:
             stack.enter_context(hax.axis_mapping(mapping))
         given = placed(case, mesh, xs) if case.placed or case.source == "arrays" else xs
         try:
-            got = transformed(call, case.transforms, case.mapped)(*given)
+            program = transformed(call, case.transforms, case.mapped)
+            got = (program if case.eager else jax.jit(program))(*given)
         except NamedKernelError as e:
             idle = all(size == 1 for _, size in case.mesh)
             assert not idle, f"refused on one device: {e}"

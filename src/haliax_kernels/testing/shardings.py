@@ -5,15 +5,16 @@
 
 import itertools
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import Mesh
 
 from haliax_kernels.errors import ShardedAxisError, ways_out
+from haliax_kernels.mesh import MeshAxes
 from haliax_kernels.plan import AxisPlan, KernelPlan
-from haliax_kernels.policies import Local
+from haliax_kernels.policies import Local, Manual
 from haliax_kernels.testing.call import KernelCall
 from haliax_kernels.testing.report import KernelCheckError, Refused, Sharding
 
@@ -27,7 +28,7 @@ class Shardings:
     Attributes:
         axes: its array axes.
         alone: the accepted shardings of one axis alone.
-        together: a sample of the accepted shardings of several.
+        together: those of several `Manual` axes over the same mesh axes, and a sample of the others of several axes.
         refused: the refused shardings of one axis alone.
     """
 
@@ -39,7 +40,7 @@ class Shardings:
     @property
     def unchecked(self) -> tuple[tuple[str, str], ...]:
         """The axes that may be sharded, but none of whose shardings was possible, and why."""
-        possible = {axis for ((axis, _),) in self.alone}
+        possible = {axis for sharding in self.alone + self.together for axis, _ in sharding}
         return tuple(
             (name, f"its size {a.size} allows no sharding ({', '.join(self._kinds(name))})")
             for name, a in self.axes.items()
@@ -84,8 +85,16 @@ def find_shardings(call: KernelCall, mesh: Mesh, samples: int | None, seed: int)
     found = Shardings(axes, tuple(alone), (), tuple(refused))
     if not alone:
         raise _nothing_sharded(call, found, mesh)
-    together = _combinations(call, mesh, alone, samples, seed)
+    together = _shared(call, mesh, axes, choices) + _combinations(call, mesh, alone, samples, seed)
     return Shardings(axes, tuple(alone), tuple(together), tuple(refused))
+
+
+def _shared(call: KernelCall, mesh: Mesh, axes: Mapping[str, AxisPlan], choices: Sequence[MeshAxes]) -> list[Sharding]:
+    """Every accepted sharding of several `Manual` axes over the same mesh axes, which may be refused for one alone."""
+    manual = [name for name, a in axes.items() if isinstance(a.policy, Manual)]
+    several = [some for n in range(2, len(manual) + 1) for some in itertools.combinations(manual, n)]
+    found = [tuple((name, mesh_axes) for name in some) for mesh_axes in choices for some in several]
+    return [sharding for sharding in found if not call.plan(sharding, mesh).refusals]
 
 
 def _combinations(
