@@ -26,10 +26,8 @@ def test_fuzz(request, record_property, capsys):
     results: Counter[str] = Counter()
     failures: list[tuple[Case, str]] = []
     end = time.monotonic() + 60 * minutes
-    for number in range(start, start + 10**6):
-        if time.monotonic() > end or len(failures) >= 5:
-            break
 
+    def run_batch(number: int) -> None:
         @seed(number)
         @settings(
             max_examples=BATCH,
@@ -39,7 +37,7 @@ def test_fuzz(request, record_property, capsys):
             phases=(Phase.generate,),
         )
         @given(cases())
-        def batch(case: Case, number: int = number) -> None:
+        def batch(case: Case) -> None:
             if time.monotonic() > end:
                 return
             try:
@@ -50,6 +48,11 @@ def test_fuzz(request, record_property, capsys):
 
         batch()
         jax.clear_caches()  # thousands of programs would fill the memory
+
+    for number in range(start, start + 10**6):
+        if time.monotonic() > end or len(failures) >= 5:
+            break
+        run_batch(number)
         if minutes > 1:
             with capsys.disabled():
                 total = sum(results.values())
