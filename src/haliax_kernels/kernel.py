@@ -20,6 +20,7 @@ from haliax_kernels.errors import ArgumentError, PolicyError, SignatureError
 from haliax_kernels.execute import sharded_call
 from haliax_kernels.local_kernel import LocalKernel
 from haliax_kernels.mesh import AxisMapping, MeshContext, ShardingSource, find_mesh, freeze_mapping
+from haliax_kernels.plain import PlainKernel
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.planner import KernelSpec, make_plan
 from haliax_kernels.policies import Policy, check_policies
@@ -113,6 +114,16 @@ class NamedKernel:
         if run is None:
             return plan
         return plan.with_outputs(LocalKernel(self._fn, plan, shape).output_shapes())
+
+    @functools.cached_property
+    def plain(self) -> PlainKernel:
+        """The kernel on plain arrays, under `jit` without an axis mapping too: `attend.plain(q, k, v)`.
+
+        The last dimensions of an array are the core axes of its place in the signature, those before them loop axes,
+        aligned from the right; plain arrays come back. Policies are kept as in the named form, with the shardings that
+        the arrays have, or that XLA gives them. On TPU an Auto mesh is refused under `jit`: use the named form there.
+        """
+        return PlainKernel(self._fn, self._spec, self._reader, self._ready)
 
     def bind(self, **axes: AxisBinding) -> "NamedKernel":
         """The kernel with some core axes bound for good: `attend.bind(q_pos="position")`."""
