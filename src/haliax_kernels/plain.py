@@ -93,7 +93,11 @@ class PlainKernel:
 
 def _make_program(fn: Callable[..., Any], spec: KernelSpec, form: Form) -> Callable[..., tuple[jax.Array, ...]]:
     program = PlainProgram(fn, spec, form)
-    forward = partitioned(program.forward)
+    forward = jax.jit(partitioned(program.forward))
+
+    @functools.cache
+    def backward(moved: tuple[int, ...]) -> Callable[..., tuple[jax.Array, ...]]:
+        return jax.jit(partitioned(program.backward(moved)))
 
     @jax.custom_vjp
     def call(*xs: jax.Array) -> tuple[jax.Array, ...]:
@@ -105,12 +109,11 @@ def _make_program(fn: Callable[..., Any], spec: KernelSpec, form: Form) -> Calla
 
     def call_backward(saved: Any, cts: Sequence[Any]) -> tuple[jax.Array | None, ...]:
         xs, results = saved
-        real = [j for j, ct in enumerate(cts) if ct.dtype != jax.dtypes.float0]
-        backward = partitioned(program.backward(real))
-        return program.gradients(backward(*program.raw(xs), *results, *(cts[j] for j in real)))
+        moved = tuple(j for j, ct in enumerate(cts) if ct.dtype != jax.dtypes.float0)
+        return program.gradients(backward(moved)(*program.raw(xs), *results, *(cts[j] for j in moved)))
 
     call.defvjp(call_forward, call_backward)
-    return jax.jit(call)
+    return call
 
 
 def _form(spec: KernelSpec, shape: CallShape) -> Form:

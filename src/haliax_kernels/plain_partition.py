@@ -15,7 +15,7 @@ from typing import Any
 import jax
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
-from jax.extend.core import Primitive
+from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
 from jax.interpreters import mlir
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
@@ -66,30 +66,43 @@ class Operation:
 
 def partitioned(op: Operation, levels: Levels = ()) -> Callable[..., Arrays]:
     """The operation as a function of global arrays that XLA splits; `jax.vmap` of it is one again."""
-    whole = custom_partitioning(_vmapped(op.whole, levels))
-
-    def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
-        split = _split(op, levels, mesh, operands, results)
-        return mesh, split.run, _shardings(mesh, split.results), _shardings(mesh, split.operands)
-
-    def infer(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[NamedSharding, ...]:
-        # For GSPMD. An exception here would end the process; `partition` raises it.
-        try:
-            return _shardings(mesh, _split(op, levels, mesh, operands, ()).results)
-        except NamedKernelError:
-            return _shardings(mesh, [PartitionSpec()] * len(results))
-
-    whole.def_partition(partition, infer, sharding_rule=_rule(op, levels))
 
     @custom_vmap
     def call(first: jax.Array, *rest: jax.Array) -> Arrays:
-        return whole(_guard.bind(first, kernel=op.kernel), *rest)
+        flat = (_guard.bind(first, kernel=op.kernel), *rest)
+        # custom_partitioning takes no constants: arrays that the kernel closes over become operands.
+        whole = jax.make_jaxpr(_vmapped(op.whole, levels))(*flat)
+        return _custom_partitioned(op, levels, whole)(*flat, *whole.consts)
 
     @call.def_vmap
     def _(axis_size: int, mapped: Sequence[bool], *flat: jax.Array) -> tuple[Arrays, tuple[bool, ...]]:
         del axis_size
         return partitioned(op, (tuple(mapped), *levels))(*flat), (True,) * len(op.results)
 
+    return call
+
+
+def _custom_partitioned(op: Operation, levels: Levels, whole: ClosedJaxpr) -> Callable[..., Arrays]:
+    count = len(op.operands)
+
+    @custom_partitioning
+    def call(*flat: jax.Array) -> Arrays:
+        return tuple(jaxpr_as_fun(ClosedJaxpr(whole.jaxpr, flat[count:]))(*flat[:count]))
+
+    def partition(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[Any, ...]:
+        split = _split(op, levels, mesh, operands[:count], results)
+        specs = (*split.operands, *[PartitionSpec()] * (len(operands) - count))
+        # The constants are in `run` already.
+        return mesh, lambda *flat: split.run(*flat[:count]), _shardings(mesh, split.results), _shardings(mesh, specs)
+
+    def infer(mesh: Mesh, operands: Sequence[Any], results: Sequence[Any]) -> tuple[NamedSharding, ...]:
+        # For GSPMD. An exception here would end the process; `partition` raises it.
+        try:
+            return _shardings(mesh, _split(op, levels, mesh, operands[:count], ()).results)
+        except NamedKernelError:
+            return _shardings(mesh, [PartitionSpec()] * len(results))
+
+    call.def_partition(partition, infer, sharding_rule=_rule(op, levels, [c.ndim for c in whole.consts]))
     return call
 
 
@@ -104,7 +117,7 @@ def _level_names(levels: Levels, operand: int | None) -> tuple[str, ...]:
     return tuple(f"vmap_{i}" for i, mapped in enumerate(levels) if operand is None or mapped[operand])
 
 
-def _rule(op: Operation, levels: Levels) -> SdyShardingRule:
+def _rule(op: Operation, levels: Levels, constants: Sequence[int]) -> SdyShardingRule:
     # Shardy wants factors of its own for dimensions that have nothing to do with any other.
     count = 0
 
@@ -117,6 +130,7 @@ def _rule(op: Operation, levels: Levels) -> SdyShardingRule:
         return ArrayMapping(*factors)
 
     operands = [mapping((*_level_names(levels, i), *names)) for i, names in enumerate(op.operands)]
+    operands += [mapping([None] * ndim) for ndim in constants]
     results = [mapping((*_level_names(levels, None), *names)) for names in op.results]
     return SdyShardingRule(tuple(operands), tuple(results))
 
