@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -27,6 +28,7 @@ from haliax_kernels import (
     UnsupportedOptionError,
     named_kernel,
 )
+from haliax_kernels.plain_program import PlainProgram
 from support import ATTENTION, attention, collectives, make_mesh
 
 attend = named_kernel(ATTENTION, policies={"q_pos": Parallel()}, name="attend")(attention)
@@ -198,6 +200,16 @@ def test_unsharded_intermediates_and_results_that_are_wanted_in_parts():
     close(total(put(mesh, x, ()), put(mesh, w, ())), out.sum(), 1e-3)
 
 
+def test_with_gspmd_in_place_of_shardy():
+    jax.config.update("jax_use_shardy_partitioner", False)
+    try:
+        for case in ("loop, core", "sum, one whole"):
+            test_values_and_gradients(case)
+        test_a_sharded_local_axis_is_refused()
+    finally:
+        jax.config.update("jax_use_shardy_partitioner", True)
+
+
 def test_a_result_wanted_in_parts_of_a_local_axis_does_not_spread_to_the_argument():
     mesh = make_mesh(x=2)
     cumulative = named_kernel("pos -> pos")(lambda x: jnp.cumsum(x))
@@ -302,6 +314,18 @@ def test_prng_keys_are_folded_and_the_gradient_draws_the_same():
     )
 
 
+def test_a_gradient_split_otherwise_than_the_forward_is_not_silently_wrong(monkeypatch):
+    """Its keys would be others; XLA lays both out alike, but nothing promises it."""
+    dropout = named_kernel("pos -> pos", policies={"pos": Parallel()})(
+        lambda x, key: x * jax.random.bernoulli(key, 0.5, x.shape)
+    )
+    layouts = iter(range(100))
+    monkeypatch.setattr(PlainProgram, "_witness", lambda self, plan: next(layouts))
+    x = put(make_mesh(x=4), jnp.ones(64), ("x",))
+    gradient = jax.jit(jax.grad(lambda x, k: jnp.sum(dropout.plain(x, k))))(x, jax.random.key(0))
+    assert np.isnan(gradient).all()
+
+
 def test_statics_integers_and_arrays_without_a_place():
     @named_kernel("pos embed, pos -> pos embed, pos", policies={"pos": Parallel()})
     def kernel(x, ids, table, *, power, flag=False):
@@ -330,11 +354,28 @@ def test_statics_integers_and_arrays_without_a_place():
 
 def test_constants_that_the_kernel_closes_over():
     (table,) = arrays((8,))
-    kernel = named_kernel("pos -> pos")(lambda x: x * table)
+    key = jax.random.key(1)
+    kernel = named_kernel("pos -> pos")(lambda x: x * table * jax.random.bernoulli(key, 0.5, (8,)))
     (x,) = arrays((4, 8))
     mesh = make_mesh(x=2)
     value, gradient = jax.jit(jax.value_and_grad(lambda x: jnp.sum(kernel.plain(x) ** 2)))(put(mesh, x, ("x",)))
-    close((value, gradient), (np.sum((x * table) ** 2), 2 * x * table**2))
+    factor = table * jax.random.bernoulli(key, 0.5, (8,))
+    close((value, gradient), (np.sum((x * factor) ** 2), 2 * x * factor**2))
+
+
+def test_a_pallas_kernel():
+    def double(x_ref, out_ref):
+        out_ref[...] = x_ref[...] * 2
+
+    kernel = named_kernel("row col -> row col", policies={"row": Parallel()})(
+        lambda x: pl.pallas_call(double, out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype), interpret=True)(x)
+    )
+    (x,) = arrays((3, 8, 4))
+    f = jax.jit(jax.vmap(kernel.plain))
+    placed = put(make_mesh(x=2, y=2), x[None], (None, None, ("x", "y")))
+    out = f(placed)
+    assert out.sharding.spec[2] == ("x", "y") and not collectives(f.lower(placed).compile().as_text())
+    close(out[0], 2 * x, 0)
 
 
 @pytest.mark.parametrize("context", ["none", "auto", "legacy"])
@@ -469,7 +510,7 @@ def test_a_kernel_that_saves_arguments_and_outputs_runs_once():
         assert f.lower(placed).compile().as_text().count(" tanh(") == 1
 
 
-LOOPS = [((6, 6), (6,)), ((6,), (6,)), ((), (6,)), ((6, 6), ())]
+LOOPS = [((4, 4), (4,)), ((4,), (4,)), ((), (4,)), ((4, 4), ())]
 
 
 @st.composite
@@ -484,23 +525,23 @@ def layouts(draw, mesh, shape):
 
 
 @seed(0)
-@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=8, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
 def test_any_layout_is_right_or_refused(data):
     kernel, reference, cores = data.draw(
         st.sampled_from(
             [
-                (contract, contract64, ((6, 12), (12, 6))),
+                (contract, contract64, ((4, 8), (8, 4))),
                 (
                     gathering.with_policies(key=Gather(), value=Gather()),
                     lambda q, k: attention64(q, k, k),
-                    ((6, 6), (6, 6)),
+                    ((8, 8), (8, 8)),
                 ),
-                (convolution, convolution64, ((12, 6), (3, 6))),
+                (convolution, convolution64, ((8, 4), (3, 4))),
             ]
         )
     )
-    mesh = make_mesh(x=2, y=3, z=1)
+    mesh = make_mesh(x=2, y=2, z=2)  # not 3: resharding crashes XLA in jaxlib 0.11.2
     lead = data.draw(st.sampled_from(LOOPS))
     xs = arrays(*((*loops, *core) for loops, core in zip(lead, cores, strict=True)))
     specs = [data.draw(layouts(mesh, x.shape)) for x in xs]

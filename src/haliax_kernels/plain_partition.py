@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.custom_batching import custom_vmap
 from jax.experimental.custom_partitioning import ArrayMapping, SdyShardingRule, custom_partitioning
 from jax.extend.core import ClosedJaxpr, Primitive, jaxpr_as_fun
@@ -102,8 +104,13 @@ def _custom_partitioned(op: Operation, levels: Levels, whole: ClosedJaxpr) -> Ca
         except NamedKernelError:
             return _shardings(mesh, [PartitionSpec()] * len(results))
 
-    call.def_partition(partition, infer, sharding_rule=_rule(op, levels, [c.ndim for c in whole.consts]))
+    call.def_partition(partition, infer, sharding_rule=_rule(op, levels, [_rank(c) for c in whole.consts]))
     return call
+
+
+def _rank(constant: Any) -> int:
+    is_key = jnp.issubdtype(constant.dtype, jax.dtypes.prng_key)
+    return np.ndim(jax.random.key_data(constant) if is_key else constant)
 
 
 def _vmapped(f: Callable[..., Arrays], levels: Levels) -> Callable[..., Arrays]:
@@ -184,9 +191,9 @@ def _split(op: Operation, levels: Levels, mesh: Mesh, operands: Sequence[Any], r
     )
 
 
-def _dims(x: jax.ShapeDtypeStruct) -> Dims:
-    """How one array lies, as XLA says in a callback."""
-    spec = tuple(x.sharding.spec)  # type: ignore[union-attr]
+def _dims(x: Any) -> Dims:
+    """How one array lies, as XLA says in a callback; as whole where it does not know yet (GSPMD)."""
+    spec = () if x.sharding is None else tuple(x.sharding.spec)
     return tuple(as_mesh_axes(e) for e in (*spec, *[None] * (len(x.shape) - len(spec))))
 
 

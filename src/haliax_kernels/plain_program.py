@@ -77,14 +77,19 @@ class PlainProgram:
         self._guarded = bool(self._keys) and spec.rng == "fold"
         self._moving = tuple(i for i, x in enumerate(plan.inputs) if x.differentiable)
         self._inputs: tuple[Names, ...] = tuple(
-            tuple(_factor(a) for a in x.axes) or (None,) * len(x.shape) for x in plan.inputs
+            tuple(_factor(a, i) for a in x.axes) or (None,) * len(x.shape) for i, x in enumerate(plan.inputs)
         )
+        # An output that has a gathered axis comes back in parts as the first argument that has it.
+        owner = {a.core: i for i, x in reversed(list(enumerate(plan.inputs))) for a in x.axes}
         self._outputs: tuple[Names, ...] = tuple(
-            tuple(_factor(out.axes[d]) for d in form.order(plan, j)) for j, out in enumerate(plan.outputs)
+            tuple(_factor(a, owner.get(a.core)) for a in (out.axes[d] for d in form.order(plan, j)))
+            for j, out in enumerate(plan.outputs)
         )
-        every = [a for x in plan.inputs for a in x.axes]
         # What arguments may lie in different ways and are made to agree; the others stay as they are.
-        self._sizes = {f: a.size for a in every if (f := _factor(a)) and not isinstance(a.policy, Gather)}
+        self._sizes = {
+            _factor(a, None): a.size for x in plan.inputs for a in x.axes if not isinstance(a.policy, Gather)
+        }
+        self._sizes.pop(None, None)
 
     # Between the caller and the operations
 
@@ -243,11 +248,16 @@ def explained(error: NamedKernelError) -> NamedKernelError:
     return told
 
 
-def _factor(a: AxisPlan) -> str | None:
-    """The name under which a dimension shares its layout with others; None where sharding must not spread."""
+def _factor(a: AxisPlan, argument: int | None) -> str | None:
+    """The name under which a dimension shares its layout with others; None where sharding must not spread at all.
+
+    What is gathered lies as it lies in each argument: it shares its layout with the argument's own gradient only.
+    """
     if a.loop:
         return a.name.replace(" ", "_")
-    return None if a.core is None or isinstance(a.policy, Local) else f"core_{a.core}"
+    if a.core is None or isinstance(a.policy, Local):
+        return None
+    return f"core_{a.core}" + (f"_of_{argument}" if isinstance(a.policy, Gather) else "")
 
 
 def _key_data(info: ArrayInfo) -> tuple[Any, int]:
