@@ -257,7 +257,7 @@ def _factor(a: AxisPlan, argument: int | None) -> str | None:
         return a.name.replace(" ", "_")
     if a.core is None or isinstance(a.policy, Local):
         return None
-    return f"core_{a.core}" + (f"_of_{argument}" if isinstance(a.policy, Gather) else "")
+    return f"gathered_{argument}_{a.core}" if isinstance(a.policy, Gather) else f"core_{a.core}"
 
 
 def _key_data(info: ArrayInfo) -> tuple[Any, int]:
