@@ -98,3 +98,8 @@ def mesh_platform(mesh: Mesh | AbstractMesh | None) -> str | None:
     if isinstance(mesh, Mesh):
         return mesh.devices.flat[0].platform
     return getattr(getattr(mesh, "abstract_device", None), "platform", None)
+
+
+def lowering_devices(ctx: Any) -> int | None:
+    """How many devices a program is lowered for, from the context of a lowering rule; None where it does not say."""
+    return getattr(ctx.module_context.axis_context, "num_devices", None)

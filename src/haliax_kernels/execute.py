@@ -34,6 +34,15 @@ def sharded_call(local: LocalKernel) -> Callable[..., Arrays]:
     return _Sharded(local).run
 
 
+def local_functions(local: LocalKernel) -> tuple[Callable[..., Arrays], Callable[..., Arrays]]:
+    """What one device does where the caller makes the mesh axes manual itself: the call, and its gradient.
+
+    The first takes the arguments' shards; the second also the outputs' and, or None, those of their cotangents.
+    """
+    sharded = _Sharded(local)
+    return sharded._forward_local, sharded._backward_again_local
+
+
 class _Aux:
     """How to rebuild the pullback from residuals. Compared by identity: it holds a traced program."""
 
@@ -177,16 +186,7 @@ class _Sharded:
 
     def _forward_saving_local(self, *xs: jax.Array) -> tuple[Arrays, _Saved]:
         prepared = self.local.prepare(self._gathered(xs))
-
-        def differentiable(*moving: jax.Array) -> Arrays:
-            return self.local(*_merge(prepared, self.moving, moving))
-
-        moving = tuple(prepared[i] for i in self.moving)
-        try:
-            raw, pullback = jax.vjp(differentiable, *moving)
-        except Exception as e:
-            self._explain(e, differentiable, moving)
-            raise
+        raw, pullback = self._vjp(prepared)
         outs, same = self._finish(raw)
         leaves, tree = jax.tree_util.tree_flatten(pullback)
         known = {id(v): ("input", i) for i, v in enumerate(prepared) if not self._is_enlarged(i)}
@@ -203,6 +203,19 @@ class _Sharded:
             sources.append(known[id(leaf)])
         returned = tuple(jax.ShapeDtypeStruct(r.shape, r.dtype) for r in raw)
         return outs, _Saved(saved, _Aux(tree, tuple(sources), returned))
+
+    def _vjp(self, prepared: Arrays) -> tuple[Arrays, Any]:
+        """What the kernel returns, and its pullback to the arguments that have a gradient."""
+
+        def differentiable(*moving: jax.Array) -> Arrays:
+            return self.local(*_merge(prepared, self.moving, moving))
+
+        moving = tuple(prepared[i] for i in self.moving)
+        try:
+            return jax.vjp(differentiable, *moving)
+        except Exception as e:
+            self._explain(e, differentiable, moving)
+            raise
 
     def _is_enlarged(self, i: int) -> bool:
         return any(a.gathered or any(a.halo) for a in self.plan.inputs[i].axes)
@@ -263,6 +276,19 @@ class _Sharded:
         )
         out_specs = tuple(self.in_specs[i] for i in self.moving)
         return self._map(backward_local, in_specs, out_specs)(needed, reused, saved, cts)
+
+    def _backward_again_local(
+        self, xs: Sequence[jax.Array], outs: Sequence[jax.Array], cts: Sequence[jax.Array | None]
+    ) -> Arrays:
+        """The gradient from arguments and outputs: residuals that are neither are computed again."""
+        raw, pullback = self._vjp(self.local.prepare(self._gathered(xs)))
+        _, same = self._finish(raw)
+        # With the outputs as they were given, nothing of the kernel may be left to compute again.
+        given = {id(r): out for r, out, untouched in zip(raw, outs, same, strict=True) if untouched}
+        leaves, tree = jax.tree_util.tree_flatten(pullback)
+        pullback = jax.tree_util.tree_unflatten(tree, [given.get(id(v), v) for v in leaves])
+        returned = [jax.ShapeDtypeStruct(r.shape, r.dtype) for r in raw]
+        return self._reduced(pullback(tuple(self._returned_cotangent(j, r, cts[j]) for j, r in enumerate(returned))))
 
     def _returned_cotangent(self, j: int, returned: jax.ShapeDtypeStruct, ct: jax.Array | None) -> Any:
         """The cotangent of what the kernel returned, from that of the output."""

@@ -22,10 +22,11 @@ from haliax_kernels.execute import sharded_call
 from haliax_kernels.local_kernel import LocalKernel
 from haliax_kernels.mesh import AxisMapping, MeshContext, ShardingSource, find_mesh, freeze_mapping
 from haliax_kernels.own_collectives import trace_kernel
+from haliax_kernels.plain import PlainKernel
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.planner import KernelSpec, make_plan
 from haliax_kernels.policies import Manual, Policy, check_policies
-from haliax_kernels.shard_context import shard_context
+from haliax_kernels.shard_context import with_shard
 from haliax_kernels.signature import call_signature, parse_signature, signature_from_annotations
 
 _OWN_KEYWORDS = ("axes", "axis_mapping", "mesh")
@@ -117,12 +118,22 @@ class NamedKernel:
         plan, run = self._ready(self._spec, shape, *key)
         if run is None:
             return plan
-        local = _local_kernel(self._fn, self._spec, plan, shape)
+        local = LocalKernel(with_shard(self._fn, self._spec, plan), plan, shape)
         if not (plan.sharded and self._spec.takes_shard):
             return plan.with_outputs(local.output_shapes())
         traced = trace_kernel(local)
         notes = plan.notes if traced.note is None else (*plan.notes, traced.note)
         return replace(plan.with_outputs(traced.outputs), own=traced.collectives, notes=notes)
+
+    @functools.cached_property
+    def plain(self) -> PlainKernel:
+        """The kernel on plain arrays, under `jit` without an axis mapping too: `attend.plain(q, k, v)`.
+
+        The last dimensions of an array are the core axes of its place in the signature, those before them loop axes,
+        aligned from the right; plain arrays come back. Policies are kept as in the named form, with the shardings that
+        the arrays have, or that XLA gives them. On TPU an Auto mesh is refused under `jit`: use the named form there.
+        """
+        return PlainKernel(self._fn, self._spec, self._reader, self._ready)
 
     def bind(self, **axes: AxisBinding) -> "NamedKernel":
         """The kernel with some core axes bound for good: `attend.bind(q_pos="position")`."""
@@ -187,7 +198,7 @@ def _make_ready(
     plan = make_plan(spec, shape.infos, axes, mesh, source)
     if plan.refusals:
         return plan, None
-    local = _local_kernel(fn, spec, plan, shape)
+    local = LocalKernel(with_shard(fn, spec, plan), plan, shape)
     return plan, sharded_call(local) if plan.sharded else jax.jit(local.direct)
 
 
@@ -215,10 +226,6 @@ def _without_shard(python: inspect.Signature | None, spec: KernelSpec) -> tuple[
         )
     rest = [p for name, p in python.parameters.items() if name != "shard"]
     return python.replace(parameters=rest), replace(spec, takes_shard=bool(parameter or manual))
-
-
-def _local_kernel(fn: Callable[..., Any], spec: KernelSpec, plan: KernelPlan, shape: CallShape) -> LocalKernel:
-    return LocalKernel(functools.partial(fn, shard=shard_context(plan)) if spec.takes_shard else fn, plan, shape)
 
 
 def _merged(old: FrozenAxes, new: FrozenAxes) -> FrozenAxes:

@@ -3,15 +3,18 @@
 
 """What a kernel is told about its shard: which mesh axes shard each core axis, and which part of it is here."""
 
+import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import jax
 
 from haliax_kernels.collectives import shard_index
 from haliax_kernels.mesh import MeshAxes
 from haliax_kernels.plan import KernelPlan
+from haliax_kernels.planner import KernelSpec
 
 
 @dataclass(frozen=True)
@@ -62,8 +65,13 @@ class ShardContext(Mapping[str, AxisShard]):
         return len(self.shards)
 
 
-def shard_context(plan: KernelPlan) -> ShardContext:
-    """The context of a call. An axis bound to several array axes is in it if only the first of these is sharded."""
+def with_shard(fn: Callable[..., Any], spec: KernelSpec, plan: KernelPlan) -> Callable[..., Any]:
+    """The kernel's function with the context of a call, if it takes one."""
+    return functools.partial(fn, shard=_shard_context(plan)) if spec.takes_shard else fn
+
+
+def _shard_context(plan: KernelPlan) -> ShardContext:
+    """An axis bound to several array axes is in it if only the first of these is sharded."""
     found = []
     for core, names in plan.bindings:
         parts = [
