@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, seed, settings
 from hypothesis import strategies as st
+from jax import lax
 from jax.experimental import pallas as pl
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
@@ -21,6 +22,7 @@ from haliax_kernels import (
     AxisSizeError,
     Gather,
     Halo,
+    Manual,
     Parallel,
     ShardedAxisError,
     Sum,
@@ -28,6 +30,7 @@ from haliax_kernels import (
     UnsupportedOptionError,
     named_kernel,
 )
+from haliax_kernels.collectives import exclusive_prefix
 from haliax_kernels.plain_program import PlainProgram
 from support import ATTENTION, attention, collectives, make_mesh
 
@@ -558,3 +561,43 @@ def test_any_layout_is_right_or_refused(data):
         assert "MeshAxisConflictError" in str(e) or "ShardedAxisError" in str(e)
         return
     close((got, [g / factor for g in gradients]), (out, grads))
+
+
+# Kernels that communicate, and rows that lie alike
+
+
+@named_kernel("pos channel -> pos channel, channel", policies={"pos": Manual(reduces=True), "channel": Parallel()})
+def accumulated(x, *, shard):
+    mesh_axes = shard["pos"].mesh_axes
+    own = jnp.cumsum(jnp.sin(x), axis=0)
+    position = shard["pos"].offset + jnp.arange(x.shape[0])
+    total = jnp.sum(x * x, axis=0)
+    own = own + exclusive_prefix(jnp.add, own[-1], 0.0, mesh_axes)
+    return own * position[:, None], lax.psum(total, mesh_axes) if mesh_axes else total
+
+
+def accumulated64(x):
+    return jnp.cumsum(jnp.sin(x), axis=-2) * jnp.arange(x.shape[-2])[:, None], jnp.sum(x * x, axis=-2)
+
+
+@named_kernel(
+    "q_pos channel, k_pos channel -> q_pos channel",
+    policies={"q_pos": Parallel(), "k_pos": Halo(1, aligned_with="q_pos"), "channel": Parallel()},
+)
+def with_previous(q, k):
+    return q * k[:-1] + k[1:] ** 2
+
+
+def with_previous64(q, k):
+    padded = jnp.pad(k, [(0, 0)] * (k.ndim - 2) + [(1, 0), (0, 0)])
+    return q * padded[..., :-1, :] + k**2
+
+
+@pytest.mark.parametrize("spec", [(None, None, None), (None, "x", None), ("y", "x", None), (None, ("x", "y"), None)])
+def test_manual(spec):
+    check(accumulated.plain, accumulated64, make_mesh(x=2, y=2), arrays((4, 8, 6)), [spec])
+
+
+@pytest.mark.parametrize("specs", [((None, "x", None), (None, "x", None)), ((None, "x", None), (None, None, None))])
+def test_aligned(specs):
+    check(with_previous.plain, with_previous64, make_mesh(x=2), arrays((4, 8, 6), (4, 8, 6)), specs)

@@ -6,7 +6,7 @@
 import functools
 import math
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -22,7 +22,7 @@ from haliax_kernels.mesh import MeshAxes, MeshContext, Placement, ShardingSource
 from haliax_kernels.plain_partition import Arrays, Dims, Names, Operation, Split
 from haliax_kernels.plan import AxisPlan, KernelPlan
 from haliax_kernels.planner import KernelSpec, make_plan
-from haliax_kernels.policies import Gather, Local
+from haliax_kernels.policies import Gather, Halo, Local
 from haliax_kernels.shard_context import with_shard
 
 _NO_MESH = MeshContext(None, (), frozenset(), (), "no mesh")
@@ -78,12 +78,12 @@ class PlainProgram:
         self._guarded = bool(self._keys) and spec.rng == "fold"
         self._moving = tuple(i for i, x in enumerate(plan.inputs) if x.differentiable)
         self._inputs: tuple[Names, ...] = tuple(
-            tuple(_factor(a, i) for a in x.axes) or (None,) * len(x.shape) for i, x in enumerate(plan.inputs)
+            _once(_factor(a, i) for a in x.axes) or (None,) * len(x.shape) for i, x in enumerate(plan.inputs)
         )
         # An output that has a gathered axis comes back in parts as the first argument that has it.
         owner = {a.core: i for i, x in reversed(list(enumerate(plan.inputs))) for a in x.axes}
         self._outputs: tuple[Names, ...] = tuple(
-            tuple(_factor(a, owner.get(a.core)) for a in (out.axes[d] for d in form.order(plan, j)))
+            _once(_factor(a, owner.get(a.core)) for a in (out.axes[d] for d in form.order(plan, j)))
             for j, out in enumerate(plan.outputs)
         )
         # What arguments may lie in different ways and are made to agree; the others stay as they are.
@@ -258,7 +258,16 @@ def _factor(a: AxisPlan, argument: int | None) -> str | None:
         return a.name.replace(" ", "_")
     if a.core is None or isinstance(a.policy, Local):
         return None
-    return f"gathered_{argument}_{a.core}" if isinstance(a.policy, Gather) else f"core_{a.core}"
+    if isinstance(a.policy, Gather):
+        return f"gathered_{argument}_{a.core}"
+    leader = a.policy.aligned_with if isinstance(a.policy, Halo) else None
+    return f"core_{leader or a.core}"
+
+
+def _once(names: Iterable[str | None]) -> Names:
+    """A layout is shared by one dimension of an array only: of two axes that are aligned, by the first."""
+    seen: set[str | None] = set()
+    return tuple(None if n in seen or seen.add(n) else n for n in names)
 
 
 def _key_data(info: ArrayInfo) -> tuple[Any, int]:
