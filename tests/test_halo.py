@@ -165,6 +165,23 @@ def test_two_halos_reach_over_the_corners_and_over_several_shards(mapping):
     assert collectives(forward) == planned(plan, "forward")
 
 
+@pytest.mark.parametrize("mapping", [{}, {"h": "x"}, {"w": "x"}, {"h": "x", "w": "y"}], ids=str)
+@pytest.mark.parametrize("axes", [(H, W), (W, H)], ids=["h w", "w h"])
+def test_corners_where_two_ends_differ(axes, mapping):
+    """The axis that stands later in the signature has them, however the axes lie and are sharded."""
+
+    @named_kernel("h w -> h w", policies={"h": Halo(1, edge=5), "w": Halo(1, edge=7)})
+    def corner(x):
+        return x[:-1, :-1]
+
+    x = hax.named(jnp.arange(48.0).reshape(6, 8), (H, W)).rearrange(axes)
+    out = corner(x, mesh=make_mesh(x=2, y=2), axis_mapping=mapping).rearrange((H, W)).array
+    want = np.full((6, 8), 7.0)
+    want[0, 1:] = 5
+    want[1:, 1:] = np.arange(48.0).reshape(6, 8)[:-1, :-1]
+    np.testing.assert_array_equal(out, want)
+
+
 def test_on_one_device_the_ends_are_filled():
     @named_kernel("pos -> pos", policies={"pos": Halo(1, 1, edge=7)})
     def ends(x):

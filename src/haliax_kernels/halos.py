@@ -12,7 +12,7 @@ from haliax_kernels.policies import Halo
 
 def with_halos(plan: KernelPlan, x: InputPlan, v: jax.Array) -> jax.Array:
     """The local array `v` of argument `x`, gathered axes whole already, with the rows that `Halo` adds."""
-    for dim in x.halo_dims:
+    for dim in x.halo_dims(plan.signature):
         policy = x.axes[dim].policy
         assert isinstance(policy, Halo)
         v = _exchanged(plan, x, v, dim, policy.edge)
@@ -21,7 +21,7 @@ def with_halos(plan: KernelPlan, x: InputPlan, v: jax.Array) -> jax.Array:
 
 def without_halos(plan: KernelPlan, x: InputPlan, ct: jax.Array) -> jax.Array:
     """The transpose of `with_halos`: a cotangent of the same array before the rows were added."""
-    for dim in reversed(x.halo_dims):
+    for dim in reversed(x.halo_dims(plan.signature)):
         rows = ct.shape[dim] - sum(x.axes[dim].halo)
         before = jax.ShapeDtypeStruct((*ct.shape[:dim], rows, *ct.shape[dim + 1 :]), ct.dtype)
         # What stands beyond the ends is constant, whatever it is: its cotangent goes nowhere.

@@ -123,11 +123,16 @@ class InputPlan:
             return self.local_bytes
         return math.prod(a.own_size for a in self.axes) * _itemsize(self.dtype)
 
-    @property
-    def halo_dims(self) -> tuple[int, ...]:
-        """The dimensions that get a halo, in this order: those that are exchanged first, while the array is small."""
-        dims = [i for i, a in enumerate(self.axes) if any(a.halo)]
-        return tuple(sorted(dims, key=lambda i: self.axes[i].shards == 1))
+    def halo_dims(self, signature: KernelSignature) -> tuple[int, ...]:
+        """The dimensions that get a halo, in this order: those that are exchanged first, while the array is small.
+
+        Where the ends of two axes hold different values, the one that stands later in the signature has the corners,
+        however the axes lie and are sharded.
+        """
+        halos = {i: a for i, a in enumerate(self.axes) if any(a.halo) and a.core is not None}
+        if len({a.policy.edge for a in halos.values() if isinstance(a.policy, Halo)}) > 1:
+            return tuple(sorted(halos, key=lambda i: signature.core_axes.index(halos[i].core or "")))
+        return tuple(sorted(halos, key=lambda i: halos[i].shards == 1))
 
 
 @dataclass(frozen=True)
@@ -274,7 +279,7 @@ class KernelPlan:
         """One collective for each neighbour that rows come from; backward, that their cotangents go to."""
         found = []
         sizes = [a.own_size for a in x.axes]
-        for dim in x.halo_dims:
+        for dim in x.halo_dims(self.signature):
             a = x.axes[dim]
             row = math.prod(n for i, n in enumerate(sizes) if i != dim) * _itemsize(x.dtype)
             for side in a.halo:

@@ -117,7 +117,8 @@ def reference(case: Case, xs: Sequence[jax.Array]) -> tuple[jax.Array, ...]:
         y = y.reshape([dict(case.loops)[n] for n in loops] + [case.core(name).size for name in given.cores])
         if x.dtype == jnp.int32:
             y = 0.25 * y
-        for i, name in enumerate(given.cores):
+        order = list(dict.fromkeys(name for x in case.inputs for name in x.cores))
+        for i, name in sorted(enumerate(given.cores), key=lambda pair: order.index(pair[1])):
             before, after, edge = case.core(name).halo
             if given.dtype == "int32":
                 edge = 0.25 * np.int32(edge)

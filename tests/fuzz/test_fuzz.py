@@ -57,6 +57,8 @@ def test_fuzz(request, record_property, capsys):
             with capsys.disabled():
                 total = sum(results.values())
                 print(f"{total} cases, seeds {start} to {number}: {dict(results)}, {len(failures)} failed", flush=True)
+                for case, text in failures[-1:]:
+                    print(f"the last failure: {text.splitlines()[-1]} {case}", flush=True)
     record_property("cases", dict(results))
     if failures:
         pytest.fail(f"{len(failures)} failed; the shortest:\n" + min((text for _, text in failures), key=len))
