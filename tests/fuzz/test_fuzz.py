@@ -45,6 +45,9 @@ def test_fuzz(request, record_property, capsys):
             except Exception:
                 # Not raised at once: shrinking takes longer than finding the next, perhaps smaller one.
                 failures.append((case, f"seed {number}: {case}\n{traceback.format_exc()}"))
+                if minutes > 1:
+                    with capsys.disabled():
+                        print(failures[-1][1], flush=True)
 
         batch()
         jax.clear_caches()  # thousands of programs would fill the memory
@@ -57,8 +60,6 @@ def test_fuzz(request, record_property, capsys):
             with capsys.disabled():
                 total = sum(results.values())
                 print(f"{total} cases, seeds {start} to {number}: {dict(results)}, {len(failures)} failed", flush=True)
-                for case, text in failures[-1:]:
-                    print(f"the last failure: {text.splitlines()[-1]} {case}", flush=True)
     record_property("cases", dict(results))
     if failures:
         pytest.fail(f"{len(failures)} failed; the shortest:\n" + min((text for _, text in failures), key=len))
