@@ -1,0 +1,36 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""JAX's TPU matrix product: the contraction is summed over the mesh. It has no backward."""
+
+import jax.numpy as jnp
+from haliax import Axis
+from jax.experimental.pallas.ops.tpu.matmul import matmul as library
+
+from gallery._check import check_kernel
+from gallery._support import V5E, needs_libtpu, normal
+from haliax_kernels import Parallel, Sum, named_kernel
+
+Row, Inner, Column = Axis("row", 512), Axis("inner", 512), Axis("column", 512)
+
+
+@named_kernel("row inner, inner column -> row column", policies={"row": Parallel(), "inner": Sum(), "column": Parallel()})
+def matmul(x, y):
+    return library(x, y, block_shape=(128, 128), block_k=128)
+
+
+def reference(x, y):
+    return jnp.dot(x.array, y.array, precision="highest")
+
+
+def arguments():
+    return normal(0, Row, Inner) * Inner.size**-0.5, normal(1, Inner, Column)
+
+
+def test_values():
+    check_kernel(matmul, *arguments(), reference=reference, gradients=False, samples=4)
+
+
+@needs_libtpu
+def test_compiles_for_tpu():
+    check_kernel(matmul, *arguments(), topology=V5E, gradients=False, samples=4)
