@@ -1,0 +1,111 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Compile a call ahead of time for a TPU topology, on a machine without a TPU."""
+
+import contextlib
+import math
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental import topologies
+from jax.sharding import AxisType, Mesh, NamedSharding
+
+from haliax_kernels.errors import UnsupportedOptionError
+from haliax_kernels.plan import AxisPlan
+from haliax_kernels.testing.blame import Blame
+from haliax_kernels.testing.call import Arrays, KernelCall, with_gradients
+from haliax_kernels.testing.report import Sharding
+
+_TYPES = {"v5e": "v5litepod-8", "v6e": "v6e-8", "v5p": "v5p-8", "v4": "v4-8"}
+
+
+def check_compiles(
+    call: KernelCall,
+    topology: str,
+    sizes: Mapping[str, int],
+    axes: Mapping[str, AxisPlan],
+    shardings: Sequence[Sharding],
+    cotangents: Arrays | None,
+) -> str:
+    """Compile forward, and with cotangents backward too, under each sharding.
+
+    Returns:
+        A note on what was compiled.
+
+    Raises:
+        KernelCheckError: it does not compile.
+        UnsupportedOptionError: there is no such topology, or no libtpu to compile with.
+    """
+    mesh = _topology_mesh(topology, sizes)
+    kernels = 0
+    for sharding in shardings:
+        blame = Blame(call.name, mesh, axes, sharding)
+        function = call.function(sharding, mesh)
+        specs = [x.spec for x in call.plan(sharding, mesh).inputs]
+        arrays = [
+            jax.ShapeDtypeStruct(v.shape, v.dtype, sharding=NamedSharding(mesh, s))
+            for v, s in zip(call.arrays, specs, strict=True)
+        ]
+        programs: list[tuple[str, Any, tuple[Any, ...]]] = [("forward", function, tuple(arrays))]
+        if cotangents is not None:
+            cts = tuple(jax.ShapeDtypeStruct(c.shape, c.dtype) for c in cotangents)
+            programs.append(("gradient", with_gradients(function, call.moving), (arrays, cts)))
+        for phase, f, args in programs:
+            try:
+                text = jax.jit(f).trace(*args).lower().compile().as_text()
+            except Exception as e:
+                raise blame.does_not_compile(topology, phase, e) from e
+            kernels += (text or "").count("tpu_custom_call")
+    what = "forward and gradient" if cotangents is not None else "forward"
+    note = f"{what} compile for TPU {topology} under {len(shardings)} shardings"
+    return note if kernels else f"{note}, but without a single Pallas kernel: does it ask for interpret mode?"
+
+
+def _topology_mesh(topology: str, sizes: Mapping[str, int]) -> Mesh:
+    generation = topology.split(":")[0]
+    if generation not in _TYPES:
+        raise UnsupportedOptionError(
+            f"topology={topology!r}: its generation is none of {', '.join(_TYPES)}; write 'v5e:2x2', for example."
+        )
+    try:
+        with _environment(TPU_ACCELERATOR_TYPE=_TYPES[generation]):
+            devices = topologies.get_topology_desc(topology_name=topology, platform="tpu").devices
+    except Exception as e:
+        raise UnsupportedOptionError(
+            f"topology={topology!r} needs libtpu (pip install 'haliax-kernels[tpu]') and a topology that it knows: "
+            f"{str(e).splitlines()[0] if str(e) else type(e).__name__}"
+        ) from e
+    shape = tuple(sizes.values())
+    if math.prod(shape) > len(devices):
+        raise UnsupportedOptionError(
+            f"topology={topology!r} has {len(devices)} devices, but the mesh {dict(sizes)} needs {math.prod(shape)}: "
+            "pass a smaller mesh=, or a larger topology."
+        )
+    return Mesh(
+        np.array(devices[: math.prod(shape)]).reshape(shape), tuple(sizes), axis_types=(AxisType.Auto,) * len(shape)
+    )
+
+
+@contextlib.contextmanager
+def _environment(**more: str) -> Iterator[None]:
+    """What libtpu reads when it is loaded on a machine without a TPU; put back afterwards."""
+    wanted = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        **more,
+    }
+    before = {name: os.environ.get(name) for name in wanted}
+    os.environ.update(wanted)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
