@@ -6,14 +6,16 @@
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import pytest
 from haliax import Axis
 from jax.experimental.pallas.ops.tpu import flash_attention as library
 
-from gallery._check import check_kernel
-from gallery._support import V5E, needs_libtpu, normal
+from gallery._support import compile_for_tpu, needs_libtpu, normal, plain
 from haliax_kernels import Parallel, named_kernel
+from haliax_kernels.testing import check_kernel
 
-Batch, Heads, Pos, KPos, Head = Axis("batch", 4), Axis("heads", 2), Axis("pos", 128), Axis("k_pos", 128), Axis("d", 128)
+Batch, Heads, Head = Axis("batch", 2), Axis("heads", 2), Axis("d", 128)
+Pos, KPos = Axis("pos", 128), Axis("k_pos", 128)
 
 
 @named_kernel(
@@ -25,12 +27,13 @@ def flash_attention(q, k, v, q_segment_ids, k_segment_ids):
     return library.flash_attention(q, k, v, segment_ids=ids, causal=True, sm_scale=q.shape[-1] ** -0.5)
 
 
+@plain
 def reference(q, k, v, q_segment_ids, k_segment_ids):
-    logits = jnp.einsum("bhqd,bhkd->bhqk", q.array, k.array, precision="highest") * Head.size**-0.5
-    visible = q_segment_ids.array[:, :, None] == k_segment_ids.array[:, None, :]
+    logits = jnp.einsum("bhqd,bhkd->bhqk", q, k, precision="highest") * Head.size**-0.5
+    visible = q_segment_ids[:, :, None] == k_segment_ids[:, None, :]
     visible &= jnp.arange(Pos.size)[:, None] >= jnp.arange(KPos.size)
     weights = jax.nn.softmax(jnp.where(visible[:, None], logits, -1e30), axis=-1)
-    return jnp.einsum("bhqk,bhkd->bhqd", weights, v.array, precision="highest")
+    return jnp.einsum("bhqk,bhkd->bhqd", weights, v, precision="highest")
 
 
 def arguments():
@@ -39,10 +42,11 @@ def arguments():
     return normal(0, Batch, Heads, Pos, Head), *keys, ids, ids.rename({"pos": "k_pos"})
 
 
+@pytest.mark.slow
 def test_values_and_gradients():
-    check_kernel(flash_attention, *arguments(), reference=reference, samples=2)
+    check_kernel(flash_attention, *arguments(), reference=reference, mesh={"a": 2})
 
 
 @needs_libtpu
 def test_compiles_for_tpu():
-    check_kernel(flash_attention, *arguments(), topology=V5E, samples=4)
+    compile_for_tpu(flash_attention, *arguments())

@@ -7,20 +7,23 @@ import jax.numpy as jnp
 from haliax import Axis
 from jax.experimental.pallas.ops.tpu.matmul import matmul as library
 
-from gallery._check import check_kernel
-from gallery._support import V5E, needs_libtpu, normal
+from gallery._support import compile_for_tpu, needs_libtpu, normal, plain
 from haliax_kernels import Parallel, Sum, named_kernel
+from haliax_kernels.testing import check_kernel
 
-Row, Inner, Column = Axis("row", 512), Axis("inner", 512), Axis("column", 512)
+Row, Inner, Column = Axis("row", 256), Axis("inner", 256), Axis("column", 256)
 
 
-@named_kernel("row inner, inner column -> row column", policies={"row": Parallel(), "inner": Sum(), "column": Parallel()})
+@named_kernel(
+    "row inner, inner column -> row column", policies={"row": Parallel(), "inner": Sum(), "column": Parallel()}
+)
 def matmul(x, y):
     return library(x, y, block_shape=(128, 128), block_k=128)
 
 
+@plain
 def reference(x, y):
-    return jnp.dot(x.array, y.array, precision="highest")
+    return jnp.dot(x, y, precision="highest")
 
 
 def arguments():
@@ -28,9 +31,9 @@ def arguments():
 
 
 def test_values():
-    check_kernel(matmul, *arguments(), reference=reference, gradients=False, samples=4)
+    check_kernel(matmul, *arguments(), reference=reference, gradients=False, mesh={"a": 2})
 
 
 @needs_libtpu
 def test_compiles_for_tpu():
-    check_kernel(matmul, *arguments(), topology=V5E, gradients=False, samples=4)
+    compile_for_tpu(matmul, *arguments(), gradients=False)

@@ -6,58 +6,67 @@
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import pytest
 from haliax import Axis
+from jax.experimental.pallas import tpu as pltpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as library
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 
-from gallery._check import check_kernel
-from gallery._support import V5E, needs_libtpu, normal
+from gallery._support import compile_for_tpu, needs_libtpu, normal, plain
 from haliax_kernels import Parallel, named_kernel
+from haliax_kernels.testing import check_kernel
 
-Batch, Heads, Pos, KPos, Head = Axis("batch", 2), Axis("heads", 4), Axis("pos", 256), Axis("k_pos", 256), Axis("d", 128)
+Batch, Heads, Head = Axis("batch", 2), Axis("heads", 2), Axis("d", 128)
+Pos, KPos = Axis("pos", 256), Axis("k_pos", 256)
 WINDOW = 100
 
 
-# The batch is a loop axis: JAX vmaps the kernel, whose mask info has no batch and so stays in scalar memory. The mask
-# info is a PyTree of plain arrays without a place in the signature: each device gets the whole of it.
-@named_kernel(
-    "heads pos d, heads k_pos d, heads k_pos d, pos, k_pos -> heads pos d",
-    policies={"heads": Parallel()},
-)
+# The batch is a loop axis: the mask info lacks it, and so stays in scalar memory when the kernel is vmapped. The mask
+# info is a PyTree of plain arrays without a place in the signature: every device gets the whole of it.
+@named_kernel("heads pos d, heads k_pos d, heads k_pos d, pos, k_pos -> heads pos d", policies={"heads": Parallel()})
 def splash_attention(q, k, v, q_segment_ids, k_segment_ids, kernel):
     return kernel(q * q.shape[-1] ** -0.5, k, v, library.SegmentIds(q_segment_ids, k_segment_ids))
 
 
-def mask_info():
-    """The kernel for a window that no function describes, so that its mask blocks are arrays."""
+def make_kernel(interpret):
     distance = jnp.arange(Pos.size)[:, None] - jnp.arange(KPos.size)
+    # A mask without a function, so that its blocks are arrays.
     window = masks.NumpyMask(jax.device_get((distance >= 0) & (distance < WINDOW)))
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     return library.make_splash_mha_single_device(
         masks.MultiHeadMask([window] * Heads.size),
         block_sizes=library.BlockSizes(**{f"block_{name}": 128 for name in names}),
+        interpret=interpret,
     )
 
 
+@plain
 def reference(q, k, v, q_segment_ids, k_segment_ids, kernel):
-    logits = jnp.einsum("bhqd,bhkd->bhqk", q.array, k.array, precision="highest") * Head.size**-0.5
+    logits = jnp.einsum("bhqd,bhkd->bhqk", q, k, precision="highest") * Head.size**-0.5
     distance = jnp.arange(Pos.size)[:, None] - jnp.arange(KPos.size)
-    visible = (distance >= 0) & (distance < WINDOW)
-    visible &= q_segment_ids.array[:, :, None] == k_segment_ids.array[:, None, :]
+    visible = (distance >= 0) & (distance < WINDOW) & (q_segment_ids[:, :, None] == k_segment_ids[:, None, :])
     weights = jax.nn.softmax(jnp.where(visible[:, None], logits, -1e30), axis=-1)
-    return jnp.einsum("bhqk,bhkd->bhqd", weights, v.array, precision="highest")
+    return jnp.einsum("bhqk,bhkd->bhqd", weights, v, precision="highest")
 
 
-def arguments():
+def arguments(interpret):
     ids = hax.named(jnp.tile(jnp.arange(Pos.size) // 150, (Batch.size, 1)), (Batch, Pos))
     keys = normal(1, Batch, Heads, KPos, Head), normal(2, Batch, Heads, KPos, Head)
-    return normal(0, Batch, Heads, Pos, Head), *keys, ids, ids.rename({"pos": "k_pos"}), mask_info()
+    ids = ids, ids.rename({"pos": "k_pos"})
+    return normal(0, Batch, Heads, Pos, Head), *keys, *ids, make_kernel(interpret)
 
 
+@pytest.mark.slow
 def test_values_and_gradients():
-    check_kernel(splash_attention, *arguments(), reference=reference, samples=2)
+    check_kernel(splash_attention, *arguments(True), reference=reference, mesh={"a": 2})
+
+
+def test_why_it_is_run_with_its_own_interpreter():
+    """JAX's interpreter for TPUs does not know that vmap adds a dimension to the grid."""
+    with pltpu.force_tpu_interpret_mode(), pytest.raises(ValueError, match="argument 1 has length 3 but argument 0"):
+        splash_attention(*arguments(False))
 
 
 @needs_libtpu
 def test_compiles_for_tpu():
-    check_kernel(splash_attention, *arguments(), topology=V5E, samples=4)
+    compile_for_tpu(splash_attention, *arguments(False))
