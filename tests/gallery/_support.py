@@ -8,13 +8,12 @@ import importlib.util
 
 import haliax as hax
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-
-from haliax_kernels.testing.call import make_mesh, random_cotangents, read_call, single_device_mesh
-from haliax_kernels.testing.shardings import find_shardings
-from haliax_kernels.testing.tpu import check_compiles
-
-MESH = {"a": 2, "b": 2}
+from haliax import NamedArray
+from jax.experimental import topologies
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 
 def needs_libtpu(test):
@@ -24,16 +23,51 @@ def needs_libtpu(test):
     return pytest.mark.tpu_compile(skip(test))
 
 
-def compile_for_tpu(kernel, *args, gradients=True, samples=3, **kwargs):
-    """Compile a call for TPU v5e:2x2, unsharded and under shardings of several axes, without running it."""
-    call = read_call(kernel, args, kwargs, None)
-    mesh = make_mesh(MESH)
-    cotangents = random_cotangents(call.function((), single_device_mesh()), call.arrays, 0) if gradients else None
-    found = find_shardings(call, mesh, samples, 0)
-    # An axis by itself where the kernel has no two.
-    shardings = ((), *(found.together or found.alone[:samples]))
-    note = check_compiles(call, "v5e:2x2", MESH, found.axes, shardings, cotangents)
-    assert "without a single Pallas kernel" not in note
+def compile_for_tpu(kernel, *args, mapping, gradients=True, **kwargs):
+    """Compile a call, and its gradient, for TPU v5e:2x2, on a mesh of a 2 and b 2."""
+    mesh = tpu_mesh()
+    args = [abstract(x, mesh, mapping) for x in args]
+    which = tuple(i for i, x in enumerate(args) if named(x) and jnp.issubdtype(x.dtype, jnp.floating))
+
+    def forward(*args):
+        outs = kernel(*args, axis_mapping=mapping, **kwargs)
+        return [x.array for x in (outs if isinstance(outs, tuple) else (outs,))]
+
+    def loss(*args):
+        return sum(jnp.sum(x.astype(jnp.float32)) for x in forward(*args))
+
+    with jax.set_mesh(mesh):
+        for function in (forward, jax.grad(loss, which)) if gradients else (forward,):
+            text = jax.jit(function).trace(*args).lower().compile().as_text()
+            assert text.count("tpu_custom_call") >= (1 if function is forward else 2)
+
+
+@functools.cache
+def tpu_mesh():
+    # What libtpu reads when it is loaded on a machine without a TPU.
+    wanted = {
+        "TPU_SKIP_MDS_QUERY": "1",
+        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
+        "TPU_WORKER_HOSTNAMES": "localhost",
+        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name, value in wanted.items():
+            patch.setenv(name, value)
+        devices = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu").devices
+    return Mesh(np.array(devices).reshape(2, 2), ("a", "b"))
+
+
+def abstract(x, mesh, mapping):
+    """`x` as shapes that are sharded as the mapping says."""
+    if not named(x):
+        return x
+    spec = PartitionSpec(*(mapping.get(a.name) for a in x.axes))
+    return NamedArray(jax.ShapeDtypeStruct(x.array.shape, x.dtype, sharding=NamedSharding(mesh, spec)), x.axes)
+
+
+def named(x):
+    return isinstance(x, NamedArray)
 
 
 def normal(seed, *axes):
@@ -45,6 +79,6 @@ def plain(function):
 
     @functools.wraps(function)
     def reference(*args, **kwargs):
-        return function(*(a.array if isinstance(a, hax.NamedArray) else a for a in args))
+        return function(*(x.array if named(x) else x for x in args))
 
     return reference

@@ -3,17 +3,25 @@
 
 """Levanter's kernels: the fused cross-entropy (Pallas), and its SSD and short convolution (no Pallas)."""
 
+import inspect
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
 import pytest
 from haliax import Axis
+from jax.experimental.pallas import tpu as pltpu
 
 from gallery._support import compile_for_tpu, needs_libtpu, normal, plain
 from haliax_kernels import Gather, Halo, Parallel, Sum, named_kernel
 from haliax_kernels.testing import check_kernel
 
 fused = pytest.importorskip("levanter.kernels.pallas.fused_cross_entropy_loss.pallas_tpu")
+# jax 0.10 has no pltpu.repeat, which marin-levanter 0.2.20 calls.
+needs_repeat = pytest.mark.skipif(
+    "pltpu.repeat(" in inspect.getsource(fused) and not hasattr(pltpu, "repeat"),
+    reason=f"this marin-levanter's kernel calls pltpu.repeat, which jax {jax.__version__} has not",
+)
 pytestmark = pytest.mark.levanter
 
 Token, Embed, Vocab = Axis("token", 256), Axis("embed", 256), Axis("vocab", 256)
@@ -54,14 +62,16 @@ def test_cross_entropy_is_refused_off_tpu():
         cross_entropy(*cross_entropy_arguments())
 
 
+@needs_repeat
 @pytest.mark.slow
 def test_cross_entropy_values_and_gradients(off_tpu):
     check_kernel(cross_entropy, *cross_entropy_arguments(), reference=cross_entropy_reference, mesh={"a": 2})
 
 
+@needs_repeat
 @needs_libtpu
 def test_cross_entropy_compiles_for_tpu(off_tpu):
-    compile_for_tpu(cross_entropy, *cross_entropy_arguments())
+    compile_for_tpu(cross_entropy, *cross_entropy_arguments(), mapping={"token": "a", "embed": "b"})
 
 
 Batch, Chunks, Chunk, State, Value = (

@@ -47,5 +47,6 @@ def test_values_and_gradients():
 
 
 @needs_libtpu
-def test_compiles_for_tpu():
-    compile_for_tpu(grouped_matmul, *arguments())
+@pytest.mark.parametrize("mapping", [{"expert": ("a", "b")}, {"embed": "a", "mlp": "b"}], ids=["experts", "features"])
+def test_compiles_for_tpu(mapping):
+    compile_for_tpu(grouped_matmul, *arguments(), mapping=mapping)

@@ -63,7 +63,8 @@ def test_paged_values():
 
 @needs_libtpu
 def test_paged_compiles_for_tpu():
-    compile_for_tpu(paged_attention, *paged_arguments(), gradients=False)
+    mapping = {"seq": "a", "kv_heads": "b"}
+    compile_for_tpu(paged_attention, *paged_arguments(), mapping=mapping, gradients=False)
 
 
 Token, KV, Offset, One = Axis("token", 32), Axis("kv", 2), Axis("offset", 5), Axis("one", 1)
@@ -99,4 +100,5 @@ def test_ragged_paged_is_refused_by_the_interpreter():
 
 @needs_libtpu
 def test_ragged_paged_compiles_for_tpu():
-    compile_for_tpu(ragged_paged_attention, *ragged_arguments(), gradients=False)
+    mapping = {"kv_heads": "a"}
+    compile_for_tpu(ragged_paged_attention, *ragged_arguments(), mapping=mapping, gradients=False)
