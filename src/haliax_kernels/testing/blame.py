@@ -3,15 +3,16 @@
 
 """The messages of a failed check: which axis, what differs, what it looks like, and what to do."""
 
+import contextlib
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
 
 from jax.sharding import Mesh
 
 from haliax_kernels.errors import axis_text, mesh_axes_text, ways_out
 from haliax_kernels.plan import AxisPlan
-from haliax_kernels.policies import Gather, Halo, Local, Parallel, Policy, Sum
+from haliax_kernels.policies import Gather, Halo, Manual, Parallel, Policy, Sum
 from haliax_kernels.testing.compare import Difference
 from haliax_kernels.testing.report import KernelCheckError, Sharding, sharding_text
 
@@ -54,14 +55,38 @@ class Blame:
             for way in self._remedies(self.axes[axis], side, gradient, factor is not None)
         ]
         return KernelCheckError(
-            f"kernel {self.kernel!r}: {what} is another one under {self._title()}, than unsharded."
+            f"kernel {self.kernel!r}: {what} differs from the unsharded one when {self._title()}."
             + self._details(lines, ways)
         )
 
+    def other_shape(self, what: str, found: tuple[int, ...], expected: tuple[int, ...]) -> KernelCheckError:
+        """An output axis that no argument has takes its size from the output, and that depends on the shard."""
+        return KernelCheckError(
+            f"kernel {self.kernel!r}: {what} has another shape than the unsharded one when {self._title()}: {found} "
+            f"instead of {expected}."
+            + self._details(
+                [], [("if a size depends on the shard's", "give that axis the name of the argument's axis")]
+            )
+        )
+
+    @contextlib.contextmanager
+    def guard(self) -> Iterator[None]:
+        """Make what the kernel raises under the sharding an error of the check. Unsharded it speaks for itself."""
+        try:
+            yield
+        except KernelCheckError:
+            raise
+        except Exception as e:
+            if not self.sharding:
+                raise
+            raise self.crash(e) from e
+
     def crash(self, error: Exception) -> KernelCheckError:
         """The kernel runs unsharded, but raises under this sharding."""
-        first = str(error).strip().splitlines()
-        lines = [f"the error:     {type(error).__name__}: {first[0] if first else ''}"[:600]]
+        said = str(error).strip().splitlines() or [""]
+        # Pallas' interpret mode gives a traceback, which ends with what happened.
+        line = said[-1] if any(s.startswith("Traceback") or "Traceback (" in s for s in said) else said[0]
+        lines = [f"the error:     {type(error).__name__}: {line}"[:600]]
         ways: list[_Way] = []
         for axis, mesh_axes in self.sharding:
             a = self.axes[axis]
@@ -76,14 +101,14 @@ class Blame:
                     ("if it must not be sharded", f"make {axis!r} a core axis of the signature: Local() refuses")
                 )
         return KernelCheckError(
-            f"kernel {self.kernel!r} runs unsharded, but fails under {self._title()}." + self._details(lines, ways)
+            f"kernel {self.kernel!r} runs unsharded, but fails when {self._title()}." + self._details(lines, ways)
         )
 
     def repeats(self, axis: str, shards: int, outputs: list[int]) -> KernelCheckError:
         """Shards that hold the same data draw the same random numbers."""
         listed = " and ".join(f"output {i}" for i in outputs)
         return KernelCheckError(
-            f"kernel {self.kernel!r}: its random numbers (dropout?) are identical across shards under "
+            f"kernel {self.kernel!r}: its random numbers (dropout?) are identical across shards when "
             f"{self._title()}: {listed} depends on the key, but of {shards} shards that hold the same data two give "
             "the same, for every key that was tried."
             + self._details(
@@ -99,7 +124,7 @@ class Blame:
     def not_repeatable(self, what: str, found: Difference) -> KernelCheckError:
         """The same call gives two results."""
         return KernelCheckError(
-            f"kernel {self.kernel!r}: {what} is another one in a second run of the same call under {self._title()}."
+            f"kernel {self.kernel!r}: {what} is another one in a second run of the same call when {self._title()}."
             + self._details(
                 [f"difference:    {found.text()}"],
                 [("look for memory that is read before it is written", "check_kernel(..., races=True)")],
@@ -109,7 +134,7 @@ class Blame:
     def race(self, text: str) -> KernelCheckError:
         """Race detection found one."""
         return KernelCheckError(
-            f"kernel {self.kernel!r} has a race in its memory under {self._title()}, whatever its numbers say."
+            f"kernel {self.kernel!r} has a race in its memory when {self._title()}, whatever its numbers say."
             + self._details(
                 [f"the race:      {text}"],
                 [
@@ -124,20 +149,21 @@ class Blame:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()][:4]
         text = "\n                 ".join(lines)[:1200]
         return KernelCheckError(
-            f"kernel {self.kernel!r}: its {phase} does not compile for TPU {topology} under {self._title()}."
+            f"kernel {self.kernel!r}: its {phase} does not compile for TPU {topology} when {self._title()}."
             + self._details([f"the compiler:  {text}"], [])
         )
 
     def _title(self) -> str:
         if not self.sharding:
-            return "no sharding"
+            return "nothing is sharded"
         return " and ".join(
-            f"a sharding of {self._axis(self.axes[axis])} over {mesh_axes_text(mesh_axes, dict(self.mesh.shape))}"
+            f"{self._axis(self.axes[axis])} is sharded over {mesh_axes_text(mesh_axes, dict(self.mesh.shape))}"
             for axis, mesh_axes in self.sharding
         )
 
     def _axis(self, a: AxisPlan) -> str:
-        return f"{axis_text(a.name, a.core)}, {policy_text(a.policy) if a.policy is not None else 'a loop axis'},"
+        what = f"declared {policy_text(a.policy)}" if a.policy is not None else "a loop axis"
+        return f"{axis_text(a.name, a.core)}, {what},"
 
     def _details(self, lines: list[str], ways: list[_Way]) -> str:
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh.shape.items())
@@ -160,7 +186,7 @@ class Blame:
                 return f"{n} times too large: summed twice. Does {who} psum by itself? The wrapper adds the parts up."
             if n > 1 and abs(factor - 1 / n) < 1e-2 / n:
                 return f"1/{n} of what it should be: a psum is missing, or something divides by the number of shards."
-        return f"{factor:.4g} times what it should be."
+        return f"{factor:.4g} times what it should be." if abs(factor) > 1e-6 else "zero: left out?"
 
     def _remedies(self, a: AxisPlan, side: str | None, gradient: bool, scaled: bool) -> list[_Way]:
         kernel, core = self.kernel, a.core
@@ -171,6 +197,8 @@ class Blame:
             ]
         whole = ("if it needs the whole axis", _with_policy(kernel, core, "Gather()"))
         local = ("if it must not be sharded", _with_policy(kernel, core, "Local()"))
+        if side == "remainder":
+            return [("if it works in whole blocks", f'multiple_of={{"{core}": ...}} in the decorator'), whole, local]
         psum = ("sum nothing over the mesh in the kernel", "no psum in its forward or backward")
         before, after = ("...", 0) if side == "before" else (0, "...") if side == "after" else ("...", "...")
         halo = (
@@ -179,8 +207,7 @@ class Blame:
         )
         match a.policy:
             case Halo():
-                larger = "enough rows on the right side of the shard, all of them real: the kernel pads nothing itself"
-                first = (f"{policy_text(a.policy)} is too small, or its rows are misread", larger)
+                first = ("give it enough rows, on the right side", "the kernel pads nothing itself")
                 return [first, halo, whole, local]
             case Sum():
                 additive = (
@@ -192,13 +219,23 @@ class Blame:
                 return [psum, local]
             case Parallel():
                 return [halo, whole, local] if side else [whole, halo, local]
+            case Manual():
+                shard = f'shard["{core}"]'
+                return [
+                    ("where shards' parts add up (reduces=True)", f"lax.psum(part, {shard}.mesh_axes), once"),
+                    ("where rows are counted", f"{shard}.offset + local row, of {shard}.global_size"),
+                    ("in a backward written by hand", "cotangents of what all shards hold add up: psum them once"),
+                    whole,
+                    local,
+                ]
             case _:
-                return [("the kernel communicates itself", "look at its psum, its offset and its index"), whole, local]
+                return [whole, local]
 
 
 def policy_text(policy: Policy) -> str:
-    """`Parallel()`, `Halo(before=1, after=0, edge=0)`."""
-    return repr(policy) if not isinstance(policy, Local) else "Local()"
+    """`Parallel()`, `Halo(before=1)`: as it would be written."""
+    given = [f for f in fields(policy) if getattr(policy, f.name) != f.default]
+    return f"{policy}({', '.join(f'{f.name}={getattr(policy, f.name)!r}' for f in given)})"
 
 
 def _with_policy(kernel: str, core: str, policy: str) -> str:

@@ -124,14 +124,23 @@ class Runner:
 
     def __call__(self, arrays: Arrays | None = None, cotangents: Arrays | None = None) -> Results:
         """Run forward, and with cotangents of the floating-point outputs backward too."""
+        return self.copies(arrays, cotangents)[0]
+
+    def copies(self, arrays: Arrays | None = None, cotangents: Arrays | None = None) -> list[Results]:
+        """The same, once for each copy that devices hold of what they all should have alike."""
         call = self._call
         placed = [self._placed(v, s) for v, s in zip(arrays or call.arrays, self._specs, strict=True)]
-        with tpu_interpret_mode() if call.forced else contextlib.nullcontext():
+        with jax.set_mesh(self._mesh), tpu_interpret_mode() if call.forced else contextlib.nullcontext():
             if cotangents is None:
-                return Results(on_host(self._forward(*placed)))
+                values = self._forward(*placed)
+                return [Results(on_host(values, i)) for i in range(_count_copies(values))]
             values, saving, gradients = self._both(placed, cotangents)
-            found = dict(zip(call.moving, on_host(gradients), strict=True))
-            return Results(on_host(values), on_host(saving), found)
+            return [
+                Results(
+                    on_host(values, i), on_host(saving, i), dict(zip(call.moving, on_host(gradients, i), strict=True))
+                )
+                for i in range(_count_copies((*values, *saving, *gradients)))
+            ]
 
     def _placed(self, v: Any, spec: PartitionSpec) -> Any:
         return v if self._mesh.size == 1 else jax.device_put(v, NamedSharding(self._mesh, spec))
@@ -199,7 +208,8 @@ def make_mesh(sizes: Mapping[str, int]) -> Mesh:
     wanted, devices = math.prod(sizes.values()), jax.devices()
     if wanted > len(devices):
         raise RuntimeError(
-            f"check_kernel needs {wanted} devices for its mesh {dict(sizes)}, but jax has {len(devices)}. They are fixed when jax starts; simulated ones on a CPU will do:\n"
+            f"check_kernel needs {wanted} devices for its mesh {dict(sizes)}, but jax has "
+            f"{len(devices)}. They are fixed when jax starts; simulated ones on a CPU will do:\n"
             f"  - before jax is imported:        XLA_FLAGS=--xla_force_host_platform_device_count={wanted}\n"
             f"  - or before jax is first used:   jax.config.update('jax_num_cpu_devices', {wanted})\n"
             "  - or check on a smaller mesh:    check_kernel(..., mesh={'a': 2})"
@@ -213,6 +223,25 @@ def single_device_mesh() -> Mesh:
     return Mesh(np.array(jax.devices()[:1]), ("one",), axis_types=(AxisType.Auto,))
 
 
-def on_host(arrays: Arrays) -> tuple[np.ndarray, ...]:
-    """Wait for arrays and fetch them."""
-    return tuple(np.asarray(v) for v in arrays)
+def on_host(arrays: Arrays, copy: int = 0) -> tuple[np.ndarray, ...]:
+    """Wait for arrays and fetch them, from the devices with that copy of each part."""
+    found = []
+    for v in arrays:
+        whole = np.empty(v.shape, v.dtype)
+        for parts in _copies(v):
+            part = parts[min(copy, len(parts) - 1)]
+            whole[part.index] = np.asarray(part.data)
+        found.append(whole)
+    return tuple(found)
+
+
+def _copies(v: Any) -> list[list[Any]]:
+    """The parts of an array, each as the list of its copies: `np.asarray` would take the first of these."""
+    parts: dict[str, list[Any]] = {}
+    for shard in v.addressable_shards:
+        parts.setdefault(str(shard.index), []).append(shard)
+    return list(parts.values())
+
+
+def _count_copies(arrays: Arrays) -> int:
+    return max(len(copies) for v in arrays for copies in _copies(v))

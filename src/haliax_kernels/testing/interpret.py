@@ -24,8 +24,22 @@ def tpu_interpret_mode(detect_races: bool = False) -> Iterator[None]:
     try:
         with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=detect_races)):
             yield
+    except Exception:
+        _forget_failed_effects()
+        raise
     finally:
         pltpu.reset_tpu_interpret_mode_state()
+
+
+def _forget_failed_effects() -> None:
+    # JAX keeps the token of the last ordered effect. That of a failed one raises its failure again, from
+    # jax.effects_barrier and when the process ends. There is no public name for dropping it.
+    try:
+        from jax._src import dispatch
+
+        dispatch.runtime_tokens.clear()
+    except (ImportError, AttributeError):
+        pass
 
 
 @dataclass

@@ -11,15 +11,14 @@ import jax
 import numpy as np
 from haliax import NamedArray
 
-from haliax_kernels.testing.call import Arrays, KernelCall, Results, gradients_of, on_host, plain, single_device_mesh
+from haliax_kernels.testing.baseline import Baseline
+from haliax_kernels.testing.call import Arrays, KernelCall, gradients_of, on_host, plain, single_device_mesh
 from haliax_kernels.testing.compare import Tolerance, compare, scale_of
 from haliax_kernels.testing.report import KernelCheckError
 
 
-def check_reference(
-    call: KernelCall, base: Results, reference: Callable[..., Any], cotangents: Arrays | None, tolerance: Tolerance
-) -> str:
-    """Compare values, and with cotangents gradients, with those of `reference`, in float64 where it allows that.
+def check_reference(base: Baseline, reference: Callable[..., Any]) -> str:
+    """Compare values, and gradients where they are checked, with those of `reference`, in float64 where it runs in it.
 
     Returns:
         A note on what was compared.
@@ -27,6 +26,7 @@ def check_reference(
     Raises:
         KernelCheckError: they differ, or the reference returns something of another shape.
     """
+    call, cotangents = base.call, base.cotangents
     names = [[a.name for a in out.axes] for out in call.plan((), single_device_mesh()).outputs]
 
     def function(*arrays: Any) -> Arrays:
@@ -42,13 +42,20 @@ def check_reference(
     except Exception:  # a reference need not run in float64
         values, gradients = _evaluated(function, call, cotangents)
         precision = "its own dtypes"
-    _compare(call, "the value of output {}", [str(i) for i in range(len(values))], base.values, values, tolerance)
+    _compare(
+        call,
+        "the value of output {}",
+        [str(i) for i in range(len(values))],
+        base.results.values,
+        values,
+        base.tolerance,
+    )
     note = f"of the unsharded call agree with the reference, in {precision}"
-    if gradients is None or base.gradients is None:
+    if gradients is None or base.results.gradients is None:
         return f"values {note}"
     labels = [repr(call.shape.infos[i].label) for i in call.moving]
-    found = [base.gradients[i] for i in call.moving]
-    _compare(call, "the gradient of argument {}", labels, found, gradients, tolerance)
+    found = [base.results.gradients[i] for i in call.moving]
+    _compare(call, "the gradient of argument {}", labels, found, gradients, base.tolerance)
     return f"values and gradients {note}"
 
 

@@ -56,7 +56,7 @@ class CheckReport:
         mesh = ", ".join(f"{name} {size}" for name, size in self.mesh)
         alone = sum(len(sharding) == 1 for sharding in self.checked)
         lines = [
-            f"kernel {self.kernel!r} on mesh {mesh}: {len(self.checked)} shardings ({alone} of one axis alone) "
+            f"kernel {self.kernel!r} on mesh {mesh}: {counted(len(self.checked))} ({alone} of one axis alone) "
             f"and the unsharded call agree in {what}",
             f"sharded: {', '.join(dict.fromkeys(axis for s in self.checked for axis, _ in s))}",
         ]
@@ -69,6 +69,11 @@ class CheckReport:
         for r in self.refused:
             found[r.axis, r.kind] = found.get((r.axis, r.kind), 0) + 1
         return [f"{axis}: {count} x {kind}" for (axis, kind), count in found.items()]
+
+
+def counted(shardings: int) -> str:
+    """`1 sharding`, `2 shardings`."""
+    return f"{shardings} sharding{'' if shardings == 1 else 's'}"
 
 
 def sharding_text(sharding: Sharding) -> str:

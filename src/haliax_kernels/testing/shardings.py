@@ -5,21 +5,19 @@
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 from jax.sharding import Mesh
 
-from haliax_kernels.errors import ways_out
-from haliax_kernels.mesh import MeshAxes
+from haliax_kernels.errors import ShardedAxisError, ways_out
 from haliax_kernels.plan import AxisPlan, KernelPlan
 from haliax_kernels.policies import Local
 from haliax_kernels.testing.call import KernelCall
 from haliax_kernels.testing.report import KernelCheckError, Refused, Sharding
 
-# Of the combinations of several axes, most are refused: a mesh axis shards one axis only.
-_TRIES_PER_SAMPLE = 64
+_FOUND_PER_SAMPLE = 16
 
 
 @dataclass(frozen=True)
@@ -78,39 +76,40 @@ def find_shardings(call: KernelCall, mesh: Mesh, samples: int | None, seed: int)
         sharding = ((name, mesh_axes),)
         refusals = call.plan(sharding, mesh).refusals
         if refusals:
-            refused.append(Refused(name, mesh_axes, type(refusals[0]).__name__))
+            # That the axis is Local says more than that its size would not do either.
+            main = next((r for r in refusals if isinstance(r, ShardedAxisError)), refusals[0])
+            refused.append(Refused(name, mesh_axes, type(main).__name__))
         else:
             alone.append(sharding)
     found = Shardings(axes, tuple(alone), (), tuple(refused))
     if not alone:
         raise _nothing_sharded(call, found, mesh)
-    together = tuple(itertools.islice(_combinations(call, mesh, alone, samples, seed), samples))
-    return Shardings(axes, tuple(alone), together, tuple(refused))
+    together = _combinations(call, mesh, alone, samples, seed)
+    return Shardings(axes, tuple(alone), tuple(together), tuple(refused))
 
 
 def _combinations(
     call: KernelCall, mesh: Mesh, alone: list[Sharding], samples: int | None, seed: int
-) -> Iterator[Sharding]:
-    """The accepted shardings of several axes, in random order; what is refused alone is refused in company too."""
-    options: dict[str, list[MeshAxes]] = {}
-    for ((name, mesh_axes),) in alone:
-        options.setdefault(name, [()]).append(mesh_axes)
-    sizes = [len(o) for o in options.values()]
-    total = math.prod(sizes)
+) -> list[Sharding]:
+    """A sample of the accepted shardings of several axes."""
+    order = {name: i for i, name in enumerate(dict.fromkeys(name for ((name, _),) in alone))}
     random = np.random.default_rng(seed)
-    if samples is None:
-        order: Iterator[int] = iter(range(total))
-    elif total <= 1 << 16:
-        order = iter(random.permutation(total).tolist()[: samples * _TRIES_PER_SAMPLE])
-    else:
-        order = iter(dict.fromkeys(int(random.integers(total)) for _ in range(samples * _TRIES_PER_SAMPLE)))
-    for index in order:
-        picked = np.unravel_index(index, sizes)
-        sharding = tuple(
-            (name, option[i]) for (name, option), i in zip(options.items(), picked, strict=True) if option[i]
-        )
-        if len(sharding) > 1 and not call.plan(sharding, mesh).refusals:
-            yield sharding
+    limit = math.inf if samples is None else samples * _FOUND_PER_SAMPLE
+    found: list[Sharding] = []
+    # What is refused for some axes is refused in company too, so that only accepted ones need to grow.
+    grown = alone
+    while grown and len(found) < limit:
+        pairs = list(itertools.product(grown, alone))
+        grown = []
+        for i in random.permutation(len(pairs)):
+            first, ((name, mesh_axes),) = pairs[i]
+            sharding = (*first, (name, mesh_axes))
+            if order[first[-1][0]] < order[name] and not call.plan(sharding, mesh).refusals:
+                grown.append(sharding)
+            if len(found) + len(grown) >= limit:
+                break
+        found += grown
+    return [found[i] for i in random.permutation(len(found))[:samples]]
 
 
 def _nothing_sharded(call: KernelCall, found: Shardings, mesh: Mesh) -> KernelCheckError:

@@ -6,7 +6,7 @@
 import contextlib
 import math
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import jax
@@ -15,23 +15,17 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding
 
 from haliax_kernels.errors import UnsupportedOptionError
-from haliax_kernels.plan import AxisPlan
+from haliax_kernels.testing.baseline import Baseline
 from haliax_kernels.testing.blame import Blame
-from haliax_kernels.testing.call import Arrays, KernelCall, with_gradients
-from haliax_kernels.testing.report import Sharding
+from haliax_kernels.testing.call import with_gradients
+from haliax_kernels.testing.report import counted
+from haliax_kernels.testing.shardings import Shardings
 
 _TYPES = {"v5e": "v5litepod-8", "v6e": "v6e-8", "v5p": "v5p-8", "v4": "v4-8"}
 
 
-def check_compiles(
-    call: KernelCall,
-    topology: str,
-    sizes: Mapping[str, int],
-    axes: Mapping[str, AxisPlan],
-    shardings: Sequence[Sharding],
-    cotangents: Arrays | None,
-) -> str:
-    """Compile forward, and with cotangents backward too, under each sharding.
+def check_compiles(base: Baseline, topology: str, sizes: Mapping[str, int], shardings: Shardings) -> str:
+    """Compile forward, and backward where gradients are checked, unsharded and with each axis sharded alone.
 
     Returns:
         A note on what was compiled.
@@ -40,10 +34,12 @@ def check_compiles(
         KernelCheckError: it does not compile.
         UnsupportedOptionError: there is no such topology, or no libtpu to compile with.
     """
+    call, cotangents = base.call, base.cotangents
     mesh = _topology_mesh(topology, sizes)
     kernels = 0
-    for sharding in shardings:
-        blame = Blame(call.name, mesh, axes, sharding)
+    every = ((), *shardings.alone)
+    for sharding in every:
+        blame = Blame(call.name, mesh, shardings.axes, sharding)
         function = call.function(sharding, mesh)
         specs = [x.spec for x in call.plan(sharding, mesh).inputs]
         arrays = [
@@ -56,12 +52,13 @@ def check_compiles(
             programs.append(("gradient", with_gradients(function, call.moving), (arrays, cts)))
         for phase, f, args in programs:
             try:
-                text = jax.jit(f).trace(*args).lower().compile().as_text()
+                with jax.set_mesh(mesh):
+                    text = jax.jit(f).trace(*args).lower().compile().as_text()
             except Exception as e:
                 raise blame.does_not_compile(topology, phase, e) from e
             kernels += (text or "").count("tpu_custom_call")
     what = "forward and gradient" if cotangents is not None else "forward"
-    note = f"{what} compile for TPU {topology} under {len(shardings)} shardings"
+    note = f"{what} compile for TPU {topology} under {counted(len(every))}"
     return note if kernels else f"{note}, but without a single Pallas kernel: does it ask for interpret mode?"
 
 
