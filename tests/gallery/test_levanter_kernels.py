@@ -74,13 +74,8 @@ def test_cross_entropy_compiles_for_tpu(off_tpu):
     compile_for_tpu(cross_entropy, *cross_entropy_arguments(), mapping={"token": "a", "embed": "b"})
 
 
-Batch, Chunks, Chunk, State, Value = (
-    Axis("batch", 4),
-    Axis("chunks", 2),
-    Axis("chunk", 4),
-    Axis("state", 4),
-    Axis("value", 4),
-)
+Batch, Chunks, Chunk = Axis("batch", 4), Axis("chunks", 2), Axis("chunk", 4)
+State, Value = Axis("state", 4), Axis("value", 4)
 
 
 # The state is a contraction of the first output and an axis of the second.
