@@ -98,12 +98,16 @@ def ssd_reference(log_decay, scale, b, c, x):
         v.reshape(Batch.size, Chunks.size * Chunk.size, *v.shape[3:])
         for v in (jnp.exp(jnp.diff(total, axis=-1)), scale, b, c, x)
     )
-    state, out = jnp.zeros((Batch.size, Value.size, State.size), x.dtype), []
-    for t in range(x.shape[1]):
-        update = jnp.einsum("nv,ns->nvs", x[:, t], b[:, t], precision="highest")
-        state = decay[:, t, None, None] * state + scale[:, t, None, None] * update
-        out.append(jnp.einsum("nvs,ns->nv", state, c[:, t], precision="highest"))
-    return jnp.stack(out, 1).reshape(Batch.size, Chunks.size, Chunk.size, Value.size), state
+
+    def step(state, now):
+        decay, scale, b, c, x = now
+        update = jnp.einsum("nv,ns->nvs", x, b, precision="highest")
+        state = decay[:, None, None] * state + scale[:, None, None] * update
+        return state, jnp.einsum("nvs,ns->nv", state, c, precision="highest")
+
+    start = jnp.zeros((Batch.size, Value.size, State.size), x.dtype)
+    state, out = jax.lax.scan(step, start, tuple(jnp.moveaxis(v, 1, 0) for v in (decay, scale, b, c, x)))
+    return jnp.moveaxis(out, 0, 1).reshape(Batch.size, Chunks.size, Chunk.size, Value.size), state
 
 
 def ssd_arguments():

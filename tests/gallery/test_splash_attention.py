@@ -6,6 +6,7 @@
 import haliax as hax
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from haliax import Axis
 from jax.experimental.pallas import tpu as pltpu
@@ -14,7 +15,7 @@ from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_ma
 
 from gallery._support import compile_for_tpu, needs_libtpu, normal, plain
 from haliax_kernels import Parallel, named_kernel
-from haliax_kernels.testing import check_kernel
+from haliax_kernels.testing import KernelCheckError, check_kernel
 
 Batch, Heads, Head = Axis("batch", 2), Axis("heads", 2), Axis("d", 128)
 Pos, KPos = Axis("pos", 256), Axis("k_pos", 256)
@@ -28,13 +29,13 @@ def splash_attention(q, k, v, q_segment_ids, k_segment_ids, kernel):
     return kernel(q * q.shape[-1] ** -0.5, k, v, library.SegmentIds(q_segment_ids, k_segment_ids))
 
 
-def make_kernel(interpret):
-    distance = jnp.arange(Pos.size)[:, None] - jnp.arange(KPos.size)
+def make_kernel(interpret, windows=(WINDOW, WINDOW)):
+    distance = np.arange(Pos.size)[:, None] - np.arange(KPos.size)
     # A mask without a function, so that its blocks are arrays.
-    window = masks.NumpyMask(jax.device_get((distance >= 0) & (distance < WINDOW)))
+    of_heads = [masks.NumpyMask((distance >= 0) & (distance < window)) for window in windows]
     names = ("q", "kv", "kv_compute", "q_dkv", "kv_dkv", "kv_dkv_compute", "q_dq", "kv_dq")
     return library.make_splash_mha_single_device(
-        masks.MultiHeadMask([window] * Heads.size),
+        masks.MultiHeadMask(of_heads),
         block_sizes=library.BlockSizes(**{f"block_{name}": 128 for name in names}),
         interpret=interpret,
     )
@@ -49,16 +50,22 @@ def reference(q, k, v, q_segment_ids, k_segment_ids, kernel):
     return jnp.einsum("bhqk,bhkd->bhqd", weights, v, precision="highest")
 
 
-def arguments(interpret):
+def arguments(interpret, **windows):
     ids = hax.named(jnp.tile(jnp.arange(Pos.size) // 150, (Batch.size, 1)), (Batch, Pos))
     keys = normal(1, Batch, Heads, KPos, Head), normal(2, Batch, Heads, KPos, Head)
     ids = ids, ids.rename({"pos": "k_pos"})
-    return normal(0, Batch, Heads, Pos, Head), *keys, *ids, make_kernel(interpret)
+    return normal(0, Batch, Heads, Pos, Head), *keys, *ids, make_kernel(interpret, **windows)
 
 
 @pytest.mark.slow
 def test_values_and_gradients():
     check_kernel(splash_attention, *arguments(True), reference=reference, mesh={"a": 2})
+
+
+def test_another_mask_for_each_head_is_caught():
+    """Their mask info has a head axis, of which every device would take the first rows."""
+    with pytest.raises(KernelCheckError, match="heads"):
+        check_kernel(splash_attention, *arguments(True, windows=(WINDOW, 10)), gradients=False, mesh={"a": 2})
 
 
 def test_why_it_is_run_with_its_own_interpreter():
