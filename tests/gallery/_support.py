@@ -23,8 +23,11 @@ def needs_libtpu(test):
     return pytest.mark.tpu_compile(skip(test))
 
 
-def compile_for_tpu(kernel, *args, mapping, gradients=True, **kwargs):
-    """Compile a call, and its gradient, for TPU v5e:2x2, on a mesh of a 2 and b 2."""
+def compile_for_tpu(kernel, *args, mapping, kernels, **kwargs):
+    """Compile a call for TPU v5e:2x2, on a mesh of a 2 and b 2, and its gradient too unless `kernels` is 0.
+
+    `kernels` is how many Pallas kernels the program of the gradient holds.
+    """
     mesh = tpu_mesh()
     args = [abstract(x, mesh, mapping) for x in args]
     which = tuple(i for i, x in enumerate(args) if named(x) and jnp.issubdtype(x.dtype, jnp.floating))
@@ -37,9 +40,14 @@ def compile_for_tpu(kernel, *args, mapping, gradients=True, **kwargs):
         return sum(jnp.sum(x.astype(jnp.float32)) for x in forward(*args))
 
     with jax.set_mesh(mesh):
-        for function in (forward, jax.grad(loss, which)) if gradients else (forward,):
-            text = jax.jit(function).trace(*args).lower().compile().as_text()
-            assert text.count("tpu_custom_call") >= (1 if function is forward else 2)
+        assert pallas_calls(forward, args) == 1
+        if kernels:
+            assert pallas_calls(jax.grad(loss, which), args) == kernels
+
+
+def pallas_calls(function, args):
+    text = jax.jit(function).trace(*args).lower().compile().as_text()
+    return text.count('custom_call_target="tpu_custom_call"')
 
 
 @functools.cache

@@ -64,7 +64,7 @@ def test_paged_values():
 @needs_libtpu
 def test_paged_compiles_for_tpu():
     mapping = {"seq": "a", "kv_heads": "b"}
-    compile_for_tpu(paged_attention, *paged_arguments(), mapping=mapping, gradients=False)
+    compile_for_tpu(paged_attention, *paged_arguments(), mapping=mapping, kernels=0)
 
 
 Token, KV, Offset, One = Axis("token", 32), Axis("kv", 2), Axis("offset", 5), Axis("one", 1)
@@ -101,4 +101,4 @@ def test_ragged_paged_is_refused_by_the_interpreter():
 @needs_libtpu
 def test_ragged_paged_compiles_for_tpu():
     mapping = {"kv_heads": "a"}
-    compile_for_tpu(ragged_paged_attention, *ragged_arguments(), mapping=mapping, gradients=False)
+    compile_for_tpu(ragged_paged_attention, *ragged_arguments(), mapping=mapping, kernels=0)
