@@ -36,7 +36,8 @@ def collectives(hlo: str) -> dict[str, tuple[int, int]]:
         if not found:
             continue
         shapes = re.findall(r"([a-z]+\d*)\[([\d,]*)\]", found.group(1))
-        if found.group(3):  # asynchronous: operands, then results
+        if found.group(3):  # asynchronous: operands, results, and on TPU the semaphores of a permute
+            shapes = [s for s in shapes if s != ("u32", "")]
             shapes = shapes[len(shapes) // 2 :]
         counts[found.group(2)] += len(shapes)
         for dtype, dims in shapes:

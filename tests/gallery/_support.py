@@ -9,11 +9,11 @@ import importlib.util
 import haliax as hax
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 from haliax import NamedArray
-from jax.experimental import topologies
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec
+
+from haliax_kernels.testing import topology_mesh
 
 
 def needs_libtpu(test):
@@ -52,18 +52,7 @@ def pallas_calls(function, args):
 
 @functools.cache
 def tpu_mesh():
-    # What libtpu reads when it is loaded on a machine without a TPU.
-    wanted = {
-        "TPU_SKIP_MDS_QUERY": "1",
-        "TPU_ACCELERATOR_TYPE": "v5litepod-8",
-        "TPU_WORKER_HOSTNAMES": "localhost",
-        "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
-    }
-    with pytest.MonkeyPatch.context() as patch:
-        for name, value in wanted.items():
-            patch.setenv(name, value)
-        devices = topologies.get_topology_desc(topology_name="v5e:2x2", platform="tpu").devices
-    return Mesh(np.array(devices).reshape(2, 2), ("a", "b"))
+    return topology_mesh("v5e:2x2", {"a": 2, "b": 2})
 
 
 def abstract(x, mesh, mapping):

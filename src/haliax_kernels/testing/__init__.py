@@ -6,3 +6,4 @@
 from haliax_kernels.testing.check import check_kernel as check_kernel
 from haliax_kernels.testing.report import CheckReport as CheckReport
 from haliax_kernels.testing.report import KernelCheckError as KernelCheckError
+from haliax_kernels.testing.tpu import topology_mesh as topology_mesh

@@ -35,7 +35,7 @@ def check_compiles(base: Baseline, topology: str, sizes: Mapping[str, int], shar
         UnsupportedOptionError: there is no such topology, or no libtpu to compile with.
     """
     call, cotangents = base.call, base.cotangents
-    mesh = _topology_mesh(topology, sizes)
+    mesh = topology_mesh(topology, sizes)
     kernels = 0
     every = ((), *shardings.alone)
     for sharding in every:
@@ -62,7 +62,19 @@ def check_compiles(base: Baseline, topology: str, sizes: Mapping[str, int], shar
     return note if kernels else f"{note}, but without a single Pallas kernel: does it ask for interpret mode?"
 
 
-def _topology_mesh(topology: str, sizes: Mapping[str, int]) -> Mesh:
+def topology_mesh(topology: str, sizes: Mapping[str, int]) -> Mesh:
+    """A mesh of TPUs to compile for, on a machine without any.
+
+    Lower a program with `jax.ShapeDtypeStruct`s whose `NamedSharding`s are on this mesh, and compile it:
+    `jax.jit(f).trace(*args).lower().compile()`.
+
+    Args:
+        topology: such as `"v5e:2x2"`, `"v6e:2x2"`, `"v5p:2x2x1"` or `"v4:2x2x1"`.
+        sizes: mesh axes and their sizes, at most as many devices as the topology has.
+
+    Raises:
+        UnsupportedOptionError: there is no such topology, no libtpu, or too few devices.
+    """
     generation = topology.split(":")[0]
     if generation not in _TYPES:
         raise UnsupportedOptionError(
