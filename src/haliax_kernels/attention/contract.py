@@ -3,7 +3,7 @@
 
 """What every implementation of attention computes: one pair, `forward` and `backward`, on one device's arrays.
 
-The pair works on a block of queries and a block of keys that may be parts of longer sequences, so that plain, windowed,
+The pair works on a block of queries and one of keys that may be parts of longer sequences, so that plain, windowed,
 packed and ring attention share it. Its arrays belong to one key/value head and the group of query heads that share it;
 `jax.vmap` the pair over batch and key/value heads.
 """
@@ -105,7 +105,7 @@ class AttentionImplementation(Protocol):
     ) -> AttentionGradients:
         """The gradients, scores recomputed from `lse` (Dao 2023, https://arxiv.org/abs/2307.08691, algorithm 2).
 
-        `delta` is `sum(do * o, value) - dlse`. It and `lse` may be those of a longer sequence of which these keys are a
-        part: the gradients are then that part's. Those of a query that sees nothing are 0.
+        `delta` is `sum(do * o, value) - dlse`. It and `lse` may be those of a longer sequence of which these keys are
+        a part: the gradients are then that part's. Those of a query that sees nothing are 0.
         """
         ...
