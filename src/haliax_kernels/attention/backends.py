@@ -4,6 +4,7 @@
 """The implementations of attention, and the choice among them."""
 
 import functools
+import importlib
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -13,14 +14,15 @@ import jax
 import jax.numpy as jnp
 
 from haliax_kernels import _compat
+from haliax_kernels.attention import differentiable
 from haliax_kernels.attention.block_sizes import BlockSizes
+from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
 from haliax_kernels.errors import ArgumentError, NoImplementationError, UnsupportedOptionError
 from haliax_kernels.kernel import NamedKernel, named_kernel
 from haliax_kernels.policies import Parallel
 
 logger = logging.getLogger(__name__)
 
-INPUTS = "group q_pos key, k_pos key, k_pos value, q_pos, k_pos"
 _WHOLE = ("keep it whole in the axis mapping", '{{**mapping, "{axis}": None}}')
 _SEQUENCE = (
     _WHOLE,
@@ -75,38 +77,79 @@ class Implementation:
         return reasons
 
 
-def _make_xla(return_lse: bool) -> Callable[..., Any]:
-    from haliax_kernels.attention import xla
+EVERYTHING = frozenset(
+    {
+        "bias",
+        "dropout",
+        "logits_soft_cap",
+        "attn_sink",
+        "return_lse",
+        "explicit mask",
+        "causal_offset",
+        "sliding_window",
+    }
+)
 
-    def flash_attention(
-        q: jax.Array,
-        k: jax.Array,
-        v: jax.Array,
-        q_segment_ids: jax.Array | None = None,
-        k_segment_ids: jax.Array | None = None,
-        *,
-        causal: bool,
-        scale: float,
-        block_sizes: BlockSizes | None,
-    ) -> Any:
-        both = xla.attention(
-            q, k, v, q_segment_ids, k_segment_ids, causal=causal, scale=scale, block_sizes=block_sizes
-        )
-        return both if return_lse else both[0]
 
-    return flash_attention
+def _with_contract(module: str) -> Callable[[bool], Callable[..., Any]]:
+    """The local function over a module that has the contract's pair."""
+
+    def make(return_lse: bool) -> Callable[..., Any]:
+        implementation: Any = importlib.import_module(module)
+
+        def flash_attention(
+            q: jax.Array,
+            k: jax.Array,
+            v: jax.Array,
+            q_segment_ids: jax.Array | None,
+            k_segment_ids: jax.Array | None,
+            mask: jax.Array | None,
+            bias: jax.Array | None,
+            seed: jax.Array | None,
+            sink: jax.Array | None,
+            q_offset: jax.Array | None,
+            *,
+            options: AttentionOptions,
+        ) -> Any:
+            mask, bias = (x[None] if x is not None and x.ndim == 2 else x for x in (mask, bias))
+            offset = 0 if q_offset is None else q_offset
+            operands = AttentionOperands(q, k, v, offset, 0, q_segment_ids, k_segment_ids, mask, bias, seed)
+            both = differentiable.attention(implementation, options, operands, sink)
+            return both if return_lse else both[0]
+
+        return flash_attention
+
+    return make
 
 
 def _make_splash(return_lse: bool) -> Callable[..., Any]:
     from haliax_kernels.attention import splash
 
-    return splash.attention
+    def flash_attention(
+        q: jax.Array,
+        k: jax.Array,
+        v: jax.Array,
+        q_segment_ids: jax.Array | None,
+        k_segment_ids: jax.Array | None,
+        *unused: None,
+        options: AttentionOptions,
+    ) -> jax.Array:
+        causal, sizes = options.right is not None, options.block_sizes
+        return splash.attention(
+            q, k, v, q_segment_ids, k_segment_ids, causal=causal, scale=options.scale, block_sizes=sizes
+        )
+
+    return flash_attention
+
+
+def _tpu_limits(request: Request) -> list[str]:
+    if request.dtype in (jnp.float32, jnp.bfloat16):
+        return []
+    return [f"it takes float32 and bfloat16, not {jnp.dtype(request.dtype)}"]
 
 
 def _splash_limits(request: Request) -> list[str]:
-    reasons = []
-    if request.dtype not in (jnp.float32, jnp.bfloat16):
-        reasons.append(f"it takes float32 and bfloat16, not {jnp.dtype(request.dtype)}")
+    reasons = _tpu_limits(request)
     sizes = request.block_sizes
     if sizes is not None and (sizes.q % 128 or sizes.k % 128):
         reasons.append(f"its block_sizes must be multiples of 128, but are q {sizes.q}, k {sizes.k}")
@@ -114,8 +157,15 @@ def _splash_limits(request: Request) -> list[str]:
 
 
 IMPLEMENTATIONS = (
+    Implementation(
+        "pallas_tpu",
+        frozenset({"tpu"}),
+        EVERYTHING,
+        _with_contract("haliax_kernels.attention.pallas_tpu"),
+        _tpu_limits,
+    ),
     Implementation("splash", frozenset({"tpu"}), frozenset(), _make_splash, _splash_limits),
-    Implementation("xla", None, frozenset({"return_lse"}), _make_xla),
+    Implementation("xla", None, EVERYTHING, _with_contract("haliax_kernels.attention.xla")),
 )
 
 
@@ -161,12 +211,23 @@ def _log_once(message: str) -> None:
     logger.warning(message)
 
 
+@dataclass(frozen=True)
+class Layout:
+    """What the signature of a call depends on: `masks` and `biases` say whether these have the group axis."""
+
+    return_lse: bool = False
+    masks: bool = False
+    biases: bool = False
+
+
 @functools.cache
-def kernel_of(implementation: Implementation, return_lse: bool) -> NamedKernel:
+def kernel_of(implementation: Implementation, layout: Layout) -> NamedKernel:
     """The named kernel of an implementation."""
-    outputs = "group q_pos value" + (", group q_pos" if return_lse else "")
-    decorate = named_kernel(f"{INPUTS} -> {outputs}", policies={"group": Parallel()}, name="flash_attention")
-    return decorate(implementation.make(return_lse)).with_remedies(REMEDIES)
+    pairs = ("group q_pos k_pos" if grouped else "q_pos k_pos" for grouped in (layout.masks, layout.biases))
+    inputs = f"group q_pos key, k_pos key, k_pos value, q_pos, k_pos, {', '.join(pairs)}, group, group, ()"
+    outputs = "group q_pos value" + (", group q_pos" if layout.return_lse else "")
+    decorate = named_kernel(f"{inputs} -> {outputs}", policies={"group": Parallel()}, name="flash_attention")
+    return decorate(implementation.make(layout.return_lse)).with_remedies(REMEDIES)
 
 
 def current_platform() -> str:
