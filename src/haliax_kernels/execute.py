@@ -9,9 +9,10 @@ around the kernel's own `custom_vjp` would instead sum every cotangent over ever
 name.
 """
 
+import contextlib
 import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -41,6 +42,20 @@ def local_functions(local: LocalKernel) -> tuple[Callable[..., Arrays], Callable
     """
     sharded = _Sharded(local)
     return sharded._forward_local, sharded._backward_again_local
+
+
+@contextlib.contextmanager
+def refusing_forward_mode(kernel: str, what: str) -> Iterator[None]:
+    """Say it in our words where JAX says that a `custom_vjp` has no forward mode."""
+    try:
+        yield
+    except TypeError as e:
+        if "forward-mode" in str(e) and "custom_vjp" in str(e):
+            raise TransformError(
+                f"kernel {kernel!r}: forward-mode differentiation (jax.jvp, jax.jacfwd) of {what} is not supported. "
+                "Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
+            ) from e
+        raise
 
 
 class _Aux:
@@ -120,15 +135,8 @@ class _Sharded:
         xs = self._all_varying(xs)
         once = not self._traced and _compat.is_staged()
         self._traced = True
-        try:
+        with refusing_forward_mode(self.plan.kernel, "a named kernel on a mesh"):
             return (self._once if once else self._again)(*xs)
-        except TypeError as e:
-            if "forward-mode" in str(e) and "custom_vjp" in str(e):
-                raise TransformError(
-                    f"kernel {self.plan.kernel!r}: forward-mode differentiation (jax.jvp, jax.jacfwd) of a named "
-                    "kernel on a mesh is not supported. Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
-                ) from e
-            raise
 
     def _all_varying(self, xs: Arrays) -> Arrays:
         """Let an enclosing `shard_map` with `check_vma` know that what one argument varies over, all results do.

@@ -20,6 +20,7 @@ from haliax_kernels import _compat
 from haliax_kernels.arguments import ArgumentReader, ArrayInfo, CallShape
 from haliax_kernels.closures import refuse_closed_over_tracers
 from haliax_kernels.errors import ArgumentError, AxisSizeError, TransformError, mesh_axes_text, ways_out
+from haliax_kernels.execute import refusing_forward_mode
 from haliax_kernels.mesh import MeshContext, ShardingSource, find_mesh
 from haliax_kernels.plain_partition import partitioned
 from haliax_kernels.plain_program import Form, PlainProgram, explained
@@ -80,15 +81,8 @@ class PlainKernel:
         return form.outputs_in_order(plan, run(*arrays))
 
     def _run_partitioned(self, form: Form, arrays: Sequence[jax.Array]) -> tuple[Any, ...]:
-        try:
+        with refusing_forward_mode(self._spec.name, ".plain"):
             return self._program(form.without_placements())(*arrays)
-        except TypeError as e:
-            if "forward-mode" in str(e) and "custom_vjp" in str(e):
-                raise TransformError(
-                    f"kernel {self._spec.name!r}: forward-mode differentiation (jax.jvp, jax.jacfwd) of .plain is "
-                    "not supported. Use reverse mode: jax.grad, jax.vjp, jax.jacrev."
-                ) from e
-            raise
 
 
 def _make_program(fn: Callable[..., Any], spec: KernelSpec, form: Form) -> Callable[..., tuple[jax.Array, ...]]:
