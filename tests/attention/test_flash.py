@@ -3,6 +3,8 @@
 
 """`flash_attention` on NamedArrays: values and gradients against float64, on meshes, and its refusals."""
 
+import dataclasses
+
 import haliax as hax
 import jax
 import jax.numpy as jnp
@@ -11,6 +13,7 @@ import pytest
 from haliax import Axis
 
 from haliax_kernels import AttentionMask, BlockSizes, flash_attention
+from haliax_kernels.attention import backends
 from haliax_kernels.attention.backends import IMPLEMENTATIONS, Request, choose
 from haliax_kernels.attention.reference import dense_attention, dense_attention_grad
 from haliax_kernels.errors import (
@@ -190,26 +193,57 @@ class Foreign:
 
 OPTIONS = {
     "bias": {"bias": hax.zeros((Pos, KPos))},
-    "dropout": {"dropout": 0.1},
+    "dropout": {"dropout": 0.1, "prng": jax.random.key(0)},
     "logits_soft_cap": {"logits_soft_cap": 30.0},
     "attn_sink": {"attn_sink": hax.zeros(H)},
     "sliding_window": {"mask": Foreign(sliding_window=4)},
     "causal_offset": {"mask": Foreign(causal_offset=hax.named(3, ()))},
     "explicit mask": {"mask": hax.ones((Pos, KPos), dtype=bool)},
-    "context_parallel": {"context_parallel": "ring"},
+    "return_lse": {"return_lse": True},
 }
 
 
 @pytest.mark.parametrize("option", OPTIONS)
-def test_unsupported_options_are_named(option):
-    with pytest.raises(NotImplementedError, match=option) as e:
-        flash_attention(Pos, KPos, D, *arrays(), **OPTIONS[option])
-    assert isinstance(e.value, UnsupportedOptionError)
-    if option != "context_parallel":
-        assert isinstance(e.value, NoImplementationError)
-        assert len(e.value.exceptions) == len(IMPLEMENTATIONS)
-        with pytest.raises(UnsupportedOptionError, match=f"'xla'.*{option}"):
-            flash_attention(Pos, KPos, D, *arrays(), **OPTIONS[option], implementation="xla")
+def test_an_option_that_the_forced_implementation_lacks_is_named(option):
+    with pytest.raises(UnsupportedOptionError, match=f"'splash'.*{option}") as e:
+        flash_attention(Pos, KPos, D, *arrays(), **OPTIONS[option], implementation="splash")
+    assert isinstance(e.value, NotImplementedError)
+
+
+def test_context_parallel_is_refused_by_name():
+    with pytest.raises(UnsupportedOptionError, match="context_parallel='ring'"):
+        flash_attention(Pos, KPos, D, *arrays(), context_parallel="ring")
+
+
+def test_no_implementation_says_why_each_cannot(monkeypatch):
+    refusing = tuple(dataclasses.replace(i, honours=frozenset()) for i in IMPLEMENTATIONS)
+    monkeypatch.setattr(backends, "IMPLEMENTATIONS", refusing)
+    with pytest.raises(NoImplementationError, match="attn_sink") as e:
+        choose(Request("tpu", ("attn_sink",), jnp.float32), None)
+    assert len(e.value.exceptions) == len(IMPLEMENTATIONS)
+
+
+def test_dropout_needs_a_key_and_a_fraction():
+    with pytest.raises(ArgumentError, match="needs a key"):
+        flash_attention(Pos, KPos, D, *arrays(), dropout=0.1)
+    with pytest.raises(ArgumentError, match="no fraction"):
+        flash_attention(Pos, KPos, D, *arrays(), dropout=1.0, prng=jax.random.key(0))
+
+
+def test_windows_that_show_nothing_are_refused():
+    with pytest.raises(ArgumentError, match="sliding_window=0"):
+        flash_attention(Pos, KPos, D, *arrays(), AttentionMask(sliding_window=0))
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_a_traced_offset_is_as_a_static_one(window):
+    q, k, v = arrays()
+
+    def run(offset):
+        return flash_attention(Pos, KPos, D, q, k, v, AttentionMask.causal(offset=offset, sliding_window=window)).array
+
+    for offset in (-3, 0, 5):
+        np.testing.assert_allclose(jax.jit(run)(offset), run(offset), rtol=1e-5, atol=1e-6)
 
 
 def test_an_offset_without_causality_is_no_option():
@@ -221,18 +255,17 @@ def test_an_offset_without_causality_is_no_option():
 
 
 def test_choice_of_implementation(caplog):
-    with pytest.raises(ArgumentError, match="'splash', 'xla'"):
+    with pytest.raises(ArgumentError, match="'pallas_tpu', 'splash', 'xla'"):
         flash_attention(Pos, KPos, D, *arrays(), implementation="nope")
     with pytest.raises(UnsupportedOptionError, match="needs a tpu, and this call runs on cpu"):
         flash_attention(Pos, KPos, D, *arrays(), implementation="splash")
-    assert choose(Request("tpu", (), jnp.float32), None).name == "splash"
-    assert choose(Request("tpu", (), jnp.bfloat16, BlockSizes(256, 128)), None).name == "splash"
-    assert choose(Request("tpu", (), jnp.float16), None).name == "xla"
+    assert choose(Request("tpu", (), jnp.float32), None).name == "pallas_tpu"
+    assert choose(Request("tpu", (), jnp.bfloat16, BlockSizes(256, 128)), "splash").name == "splash"
     with pytest.raises(UnsupportedOptionError, match="multiples of 128, but are q 64"):
         choose(Request("tpu", (), jnp.float32, BlockSizes(64, 128)), "splash")
     with caplog.at_level("WARNING"):
-        assert choose(Request("tpu", ("return_lse",), jnp.float32), None).name == "xla"
-    assert "return_lse" in caplog.text
+        assert choose(Request("tpu", (), jnp.float16), None).name == "xla"
+    assert "float16" in caplog.text
 
 
 def test_same_position_names():

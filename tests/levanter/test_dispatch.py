@@ -45,10 +45,6 @@ def causal():
     return AttentionMask.causal()
 
 
-def explicit():
-    return hax.arange(Pos).broadcast_axis(KPos) >= hax.arange(KPos)
-
-
 def close(a, b):
     np.testing.assert_allclose(a.array, b.rearrange(a.axes).array, rtol=1e-5, atol=1e-5)
 
@@ -137,10 +133,6 @@ def test_options_reach_the_kernel(attend, spy, monkeypatch):
 
 
 UNSUPPORTED = {
-    "mask": lambda: {"mask": explicit()},
-    "bias": lambda: {"bias": hax.zeros((Pos, KPos))},
-    "soft_cap": lambda: {"logits_soft_cap": 2.0},
-    "dropout": lambda: {"dropout": 0.5, "inference": False, "prng": jax.random.PRNGKey(0)},
     "precision": lambda: {"precision": "highest"},
 }
 

@@ -100,6 +100,9 @@ def _flash(call: dict[str, Any]) -> NamedArray:
     if call["attention_dtype"] is not None:
         query, key, value = (array.astype(call["attention_dtype"]) for array in (query, key, value))
     options = current_options()
+    sink, cap = call.get("attn_sink"), call["logits_soft_cap"]
+    if sink is not None and cap is not None:
+        sink = hax.tanh(sink / cap) * cap  # Levanter's sink is one more key with a bias, and capped with the others
     out = haliax_kernels.flash_attention(
         call["QPos"],
         call["KPos"],
@@ -112,8 +115,8 @@ def _flash(call: dict[str, Any]) -> NamedArray:
         dropout=0.0 if call["inference"] else call["dropout"],
         prng=call["prng"],
         scaling_factor=call["scaling_factor"],
-        logits_soft_cap=call["logits_soft_cap"],
-        attn_sink=call.get("attn_sink"),
+        logits_soft_cap=cap,
+        attn_sink=sink,
         context_parallel=options.context_parallel,
         implementation=options.implementation,
         block_sizes=_block_sizes(call["flash_block_size"]),
