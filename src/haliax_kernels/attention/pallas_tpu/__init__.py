@@ -1,0 +1,158 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""Blockwise attention in Pallas kernels for TPUs, under the contract of `haliax_kernels.attention.contract`.
+
+Float32 and bfloat16, every option. `jax.vmap` over batch and key/value heads; what is not mapped is read once for all.
+Offsets that are Python ints cost nothing: only visible blocks are in the kernels' grids. Traced ones must not be mapped
+by `jax.vmap`, which would make a loop of kernels of it.
+"""
+
+from dataclasses import replace
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Float32
+
+from haliax_kernels.attention.contract import AttentionGradients, AttentionOperands, AttentionOptions
+from haliax_kernels.attention.pallas_tpu import backward as _backward
+from haliax_kernels.attention.pallas_tpu import forward as _forward
+from haliax_kernels.attention.pallas_tpu.blocks import Plan
+from haliax_kernels.attention.pallas_tpu.schedule import MAX_STEPS, Tiles
+from haliax_kernels.attention.pallas_tpu.sizes import Sizes, choose
+from haliax_kernels.errors import UnsupportedOptionError
+
+__all__ = ["backward", "forward"]
+
+
+def forward(
+    options: AttentionOptions, x: AttentionOperands, *, interpret: bool = False
+) -> tuple[Float[Array, "group q_pos value"], Float32[Array, "group q_pos"]]:
+    """`(o, lse)` as in `AttentionImplementation.forward`.
+
+    Args:
+        options: the static part of the call.
+        x: its arrays; float32 or bfloat16.
+        interpret: the call is under `pltpu.force_tpu_interpret_mode()`. Needed there under `jax.vmap` only.
+
+    Raises:
+        UnsupportedOptionError: naming the argument that the kernel cannot honour.
+    """
+    _check(options, x)
+    group, q_len, _ = x.q.shape
+    k_len, value_size = x.v.shape
+    if q_len == 0 or k_len == 0:
+        o = jnp.zeros((group, q_len, value_size), options.out_dtype or x.q.dtype)
+        return o, jnp.full((group, q_len), -jnp.inf, jnp.float32)
+    sizes = _sizes(options, x, backward=False)
+    return _forward.forward(_plan(options, x, sizes), x, sizes.vmem, interpret)
+
+
+def backward(
+    options: AttentionOptions,
+    x: AttentionOperands,
+    lse: Float32[Array, "group q_pos"],
+    do: Float[Array, "group q_pos value"],
+    delta: Float32[Array, "group q_pos"],
+    *,
+    interpret: bool = False,
+) -> AttentionGradients:
+    """The gradients as in `AttentionImplementation.backward`, in one kernel.
+
+    Where the sums for dk and dv of all keys do not fit in vector memory, one kernel for as many keys as do, which add to
+    dq in turn.
+
+    Args:
+        options: the static part of the call.
+        x: its arrays.
+        lse: of the forward.
+        do: the gradient of `o`.
+        delta: `sum(do * o, value) - dlse`.
+        interpret: as in `forward`.
+
+    Raises:
+        UnsupportedOptionError: naming the argument that the kernel cannot honour.
+    """
+    _check(options, x)
+    q_len, k_len = x.q.shape[1], x.k.shape[0]
+    dtype = options.grad_dtype or x.q.dtype
+    if q_len == 0 or k_len == 0:
+        dq, dk, dv = (jnp.zeros(a.shape, dtype) for a in (x.q, x.k, x.v))
+        return AttentionGradients(dq, dk, dv, None if x.bias is None else jnp.zeros(x.bias.shape, jnp.float32))
+    sizes = _sizes(options, x, backward=True)
+    starts = range(0, k_len, sizes.keys)
+    dq, parts = None, []
+    for start in starts:
+        part = _keys(x, start, min(start + sizes.keys, k_len))
+        between = dtype if len(starts) == 1 else jnp.float32
+        plan = _plan(options, part, sizes)
+        found = _backward.backward(plan, part, lse, do, delta, dq, between, sizes.vmem, interpret)
+        dq = found.q
+        parts.append(found)
+    assert dq is not None
+    if len(parts) == 1:
+        return parts[0]
+    dk, dv = (jnp.concatenate([getattr(p, name) for p in parts]) for name in ("k", "v"))
+    dbias = None if x.bias is None else jnp.concatenate([p.bias for p in parts], -1)
+    return AttentionGradients(dq.astype(dtype), dk, dv, dbias)
+
+
+def _keys(x: AttentionOperands, start: int, stop: int) -> AttentionOperands:
+    """The operands for some of the keys."""
+    if start == 0 and stop == x.k.shape[0]:
+        return x
+    return x._replace(
+        k=x.k[start:stop],
+        v=x.v[start:stop],
+        k_offset=x.k_offset + start,
+        k_segment_ids=None if x.k_segment_ids is None else x.k_segment_ids[start:stop],
+        mask=None if x.mask is None else x.mask[:, :, start:stop],
+        bias=None if x.bias is None else x.bias[:, :, start:stop],
+    )
+
+
+def _sizes(options: AttentionOptions, x: AttentionOperands, backward: bool) -> Sizes:
+    pairs = 0 if x.mask is None else 1
+    if x.bias is not None:
+        pairs += x.bias.dtype.itemsize + (4 if backward else 0)
+    group, q_len, _ = x.q.shape
+    k_len, value_size = x.v.shape
+    sizes = choose(options, group, q_len, k_len, (x.k.shape[1], value_size), x.q.dtype, pairs, backward)
+    blocks = -(-q_len // sizes.q) * -(-k_len // sizes.k)
+    if blocks > MAX_STEPS and not (options.left is not None and options.right is not None):
+        raise UnsupportedOptionError(
+            f"block_sizes={options.block_sizes}: {blocks} pairs of blocks, more than the {MAX_STEPS} whose schedule "
+            "fits in scalar memory; pass larger ones."
+        )
+    return sizes
+
+
+def _plan(options: AttentionOptions, x: AttentionOperands, sizes: Sizes) -> Plan:
+    static = isinstance(x.q_offset, int) and isinstance(x.k_offset, int)
+    offset = x.q_offset - x.k_offset if static else None
+    assert offset is None or isinstance(offset, int)
+    q_len, k_len = x.q.shape[1], x.k.shape[0]
+    return Plan(
+        options=replace(options, block_sizes=None),
+        tiles=Tiles(q_len, k_len, sizes.q, min(sizes.k, sizes.keys), options.left, options.right, offset),
+        group=x.q.shape[0],
+        heads=sizes.heads,
+        dtype=x.q.dtype,
+        segmented=x.q_segment_ids is not None,
+        mask_heads=0 if x.mask is None else x.mask.shape[0],
+        bias_heads=0 if x.bias is None else x.bias.shape[0],
+        chunk=sizes.chunk,
+        piece=sizes.piece,
+    )
+
+
+def _check(options: AttentionOptions, x: AttentionOperands) -> None:
+    for name, a in (("q", x.q), ("k", x.k), ("v", x.v)):
+        if a.dtype not in (jnp.float32, jnp.bfloat16) or a.dtype != x.q.dtype:
+            raise UnsupportedOptionError(
+                f"{name}: the Pallas TPU attention takes float32 or bfloat16, the same for q, k and v, got {a.dtype}; "
+                "cast it, or use implementation='xla'."
+            )
+    if options.dropout and x.seed is None:
+        raise UnsupportedOptionError("dropout: needs seed, one for each query head")
+    if (x.q_segment_ids is None) != (x.k_segment_ids is None):
+        raise UnsupportedOptionError("q_segment_ids and k_segment_ids must be given together")
