@@ -49,6 +49,26 @@ def gemma(backend: str | None) -> Any:
                        head_dim=8, gradient_checkpointing=False, attn_backend=AttentionBackend(backend))  # fmt: skip
 
 
+def gemma2(backend: str | None) -> Any:
+    """Soft caps."""
+    from levanter.layers.attention import AttentionBackend
+    from levanter.models.gemma import Gemma2Config
+
+    return Gemma2Config(max_seq_len=32, hidden_dim=32, intermediate_dim=64, num_layers=2, num_heads=4, num_kv_heads=2,
+                        head_dim=8, query_pre_attn_scalar=8.0, attn_logit_softcapping=1.0,
+                        gradient_checkpointing=False, attn_backend=AttentionBackend(backend))  # fmt: skip
+
+
+def olmo3(backend: str | None) -> Any:
+    """Sliding windows in some of its layers."""
+    from levanter.layers.attention import AttentionBackend
+    from levanter.models.olmo3 import Olmo3Config
+
+    return Olmo3Config(max_seq_len=32, hidden_dim=32, intermediate_dim=64, num_layers=4, num_heads=4, num_kv_heads=2,
+                       sliding_window=5, gradient_checkpointing=False, use_flash_attention=backend != "vanilla",
+                       attn_backend=AttentionBackend(backend))  # fmt: skip
+
+
 def whisper(backend: str | None) -> Any:
     from levanter.models.whisper import WhisperConfig
 
@@ -59,7 +79,14 @@ def whisper(backend: str | None) -> Any:
                          use_flash_attention=backend != "vanilla")  # fmt: skip
 
 
-MODELS: dict[str, Callable[[str | None], Any]] = {"llama": llama, "gpt2": gpt2, "gemma": gemma, "whisper": whisper}
+MODELS: dict[str, Callable[[str | None], Any]] = {
+    "llama": llama,
+    "gpt2": gpt2,
+    "gemma": gemma,
+    "gemma2": gemma2,
+    "olmo3": olmo3,
+    "whisper": whisper,
+}
 CASES = [(name, segments) for name in MODELS for segments in (False, True) if not (name == "whisper" and segments)]
 
 
