@@ -14,7 +14,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jax.sharding import Mesh, PartitionSpec
 
+from haliax_kernels.attention import differentiable, xla
 from haliax_kernels.attention.block_sizes import BlockSizes, default_block_sizes, even_block
+from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
 from haliax_kernels.attention.reference import dense_attention, dense_attention_grad
 from haliax_kernels.attention.xla import attention
 
@@ -55,7 +57,7 @@ def _run(q, k, v, do, dlse, q_ids=None, k_ids=None, *, causal, block_sizes):
 
 def _oracle(q, k, v, do, dlse, q_ids=None, k_ids=None, *, causal):
     options = {"scale": SCALE, "causal": causal, "q_segment_ids": q_ids, "k_segment_ids": k_ids}
-    return *dense_attention(q, k, v, **options), *dense_attention_grad(q, k, v, do, dlse, **options)
+    return *dense_attention(q, k, v, **options), *dense_attention_grad(q, k, v, do, dlse, **options)[:3]
 
 
 def _relative_error(got, want):
@@ -313,6 +315,40 @@ def test_vmap_keeps_the_loop_bounds_unbatched():
     assert len(conditions) >= 4 and set(conditions) == {()}
 
 
+def test_vmap_keeps_the_loop_bounds_unbatched_at_traced_offsets():
+    q, k, v, *_ = (np.stack([x, x]) for x in _inputs(64, 64).values())
+    options = AttentionOptions(SCALE, left=40, right=0, block_sizes=BlockSizes(q=16, k=16))
+
+    def loss(q, k, v, q_offset, k_offset):
+        o, lse = differentiable.attention(xla, options, AttentionOperands(q, k, v, q_offset, k_offset))
+        return jnp.sum(o) + jnp.sum(lse)
+
+    def grad(q_offset, k_offset):
+        return jax.vmap(jax.grad(loss, (0, 1, 2)), (0, 0, 0, None, None))(q, k, v, q_offset, k_offset)
+
+    conditions = _loop_conditions(jax.make_jaxpr(grad)(np.int32(3), np.int32(7)).jaxpr)
+    assert len(conditions) >= 4 and set(conditions) == {()}
+
+
+def test_blocks_before_the_window_are_skipped():
+    # Queries from 64 on see from key 48 on, and none of the blocks before.
+    inputs = _inputs(128, 128)
+    x = AttentionOperands(inputs["q"], inputs["k"], inputs["v"])
+    x.k[:32], x.v[:32] = np.nan, np.nan
+    options = AttentionOptions(SCALE, left=16, right=0, block_sizes=BlockSizes(q=32, k=32))
+    o, lse = xla.forward(options, x)
+    assert jnp.isfinite(o[:, 64:]).all() and jnp.isfinite(lse[:, 64:]).all() and jnp.isnan(o[:, :32]).all()
+    dq, dk, dv, _ = xla.backward(options, x, lse, inputs["do"], inputs["dlse"])
+    assert all(jnp.isfinite(g).all() for g in (dq[:, 64:], dk[64:], dv[64:]))
+
+
+def test_integer_operands_have_no_gradient():
+    x = AttentionOperands(*(_inputs(8, 8)[name] for name in "qkv"), np.int32(1), 0, mask=np.ones((1, 8, 8), bool))
+    _, pullback = jax.vjp(lambda x: differentiable.attention(xla, AttentionOptions(SCALE), x), x)
+    (grads,) = pullback((jnp.ones((1, 8, VALUE)), jnp.ones((1, 8))))
+    assert grads.q.dtype == jnp.float32 and grads.q_offset.dtype == grads.mask.dtype == jax.dtypes.float0
+
+
 def test_gradients_are_summed_over_the_group_inside():
     # No array of the gradient has a group axis and a key axis of full length.
     q, k, v, *_ = _inputs(64, 80, 5).values()
@@ -324,6 +360,12 @@ def test_one_sided_segment_ids_are_refused():
     q, k, v, *_ = _inputs(4, 4).values()
     with pytest.raises(ValueError, match="q_segment_ids and k_segment_ids"):
         attention(q, k, v, jnp.zeros(4, jnp.int32), causal=False, scale=1.0)
+
+
+def test_dropout_without_a_seed_is_refused():
+    q, k, v, *_ = _inputs(4, 4).values()
+    with pytest.raises(ValueError, match="seed"):
+        xla.forward(AttentionOptions(1.0, dropout=0.1), AttentionOperands(q, k, v))
 
 
 @given(length=st.integers(0, 5000), multiple=st.sampled_from([1, 8, 128]), factor=st.integers(1, 5))
