@@ -12,17 +12,33 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import tpu as pltpu
 
-from haliax_kernels.attention import xla
+from haliax_kernels.attention import pallas_tpu, xla
 from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
 from haliax_kernels.attention.differentiable import attention
 from haliax_kernels.attention.dropout import keep
 from haliax_kernels.attention.reference import dense_attention, dense_attention_grad
 
-IMPLEMENTATIONS = {"xla": xla}
+
+class InterpretedTpu:
+    """The TPU kernels in Pallas' TPU interpret mode."""
+
+    @staticmethod
+    def forward(*args):
+        with pltpu.force_tpu_interpret_mode():
+            return pallas_tpu.forward(*args, interpret=True)
+
+    @staticmethod
+    def backward(*args):
+        with pltpu.force_tpu_interpret_mode():
+            return pallas_tpu.backward(*args, interpret=True)
+
+
+IMPLEMENTATIONS = {"xla": xla, "pallas_tpu": InterpretedTpu}
 # Small, so that few positions make several blocks.
-BLOCKS = {"xla": BlockSizes(q=16, k=16)}
+BLOCKS = {"xla": BlockSizes(q=16, k=16), "pallas_tpu": BlockSizes(q=16, k=128)}
 
 GROUP, Q_LEN, K_LEN, KEY, VALUE = 2, 40, 56, 8, 12
 SCALE = 0.4
