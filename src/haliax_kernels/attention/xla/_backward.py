@@ -57,15 +57,16 @@ def backward(
                 ds = jnp.where(mask, ds, 0)
             if dbias is not None:
                 dbias = _set_bias_block(dbias, ds, i * blocks.q, j * blocks.k)
-            dq_i = dq_i + dot("kgq,kd->gqd", ds, visible_k)
+            dq_i = dq_i + dot("kd,kgq->dgq", visible_k, ds.astype(visible_k.dtype))
             dk = _add_block(dk, dot("kgq,gqd->kd", ds, visible_q), j * blocks.k)
             dv = _add_block(dv, dot("kgq,gqd->kd", dropped, visible_do), j * blocks.k)
             return dq_i, dk, dv, dbias
 
         dq, *others = outputs
-        start = jnp.zeros((group, blocks.q, key_size), jnp.float32)
+        # Its size first: a product into (group, q, size) would transpose each block of ds.
+        start = jnp.zeros((key_size, group, blocks.q), jnp.float32)
         dq_i, *others = blocks.for_visible_k(i, k_block, (start, *others))
-        dq_i = (dq_i * options.scale).astype(dtype)
+        dq_i = (dq_i * options.scale).astype(dtype).transpose(1, 2, 0)
         return lax.dynamic_update_slice_in_dim(dq, dq_i, i * blocks.q, 1), *others
 
     start = (
