@@ -23,6 +23,9 @@ def backward(
     x = blocks.x
     group, _, key_size = x.q.shape
     dtype = options.grad_dtype or x.q.dtype
+    # A product into (group, q, size) would transpose each block of ds. The other one XLA's CPU backend does not have
+    # for 16-bit operands.
+    size_first = x.k.dtype == jnp.float32
 
     # lse = +inf makes the probabilities of a row exp(-inf) = 0: for rows that see nothing, and for the padding.
     dead = lse == -jnp.inf
@@ -57,16 +60,20 @@ def backward(
                 ds = jnp.where(mask, ds, 0)
             if dbias is not None:
                 dbias = _set_bias_block(dbias, ds, i * blocks.q, j * blocks.k)
-            dq_i = dq_i + dot("kd,kgq->dgq", visible_k, ds.astype(visible_k.dtype))
+            if size_first:
+                dq_i = dq_i + dot("kd,kgq->dgq", visible_k, ds)
+            else:
+                dq_i = dq_i + dot("kgq,kd->gqd", ds, visible_k)
             dk = _add_block(dk, dot("kgq,gqd->kd", ds, visible_q), j * blocks.k)
             dv = _add_block(dv, dot("kgq,gqd->kd", dropped, visible_do), j * blocks.k)
             return dq_i, dk, dv, dbias
 
         dq, *others = outputs
-        # Its size first: a product into (group, q, size) would transpose each block of ds.
-        start = jnp.zeros((key_size, group, blocks.q), jnp.float32)
+        rows = (group, blocks.q)
+        start = jnp.zeros((key_size, *rows) if size_first else (*rows, key_size), jnp.float32)
         dq_i, *others = blocks.for_visible_k(i, k_block, (start, *others))
-        dq_i = (dq_i * options.scale).astype(dtype).transpose(1, 2, 0)
+        dq_i = (dq_i * options.scale).astype(dtype)
+        dq_i = dq_i.transpose(1, 2, 0) if size_first else dq_i
         return lax.dynamic_update_slice_in_dim(dq, dq_i, i * blocks.q, 1), *others
 
     start = (
