@@ -219,11 +219,14 @@ def _chunk(
             # The derivative of cap * tanh(x / cap) is 1 - tanh(x / cap) ** 2.
             tanh = tanh if mask is None else jnp.where(mask, tanh, 0.0)
             ds = ds * (1 - tanh * tanh)
-        if dbias is not None:
-            _add_dbias(plan, dbias, ds.T, c, p.start, p.stop)
-        ds = ds.astype(k_p.dtype)
-        dk_sum[keys, :] += dot(plan, ds, q_c, (1, 0))
-        dq = dq + dot(plan, ds, k_p, (0, 0))
+        dk_sum[keys, :] += dot(plan, ds.astype(q_c.dtype), q_c, (1, 0))
+        if dbias is None:
+            dq = dq + dot(plan, ds.astype(k_p.dtype), k_p, (0, 0))
+        else:
+            # One transpose for both: the compiler (libtpu 0.0.48) fails on one beside that inside a product.
+            by_rows = ds.T
+            _add_dbias(plan, dbias, by_rows, c, p.start, p.stop)
+            dq = dq + dot(plan, by_rows.astype(k_p.dtype), k_p, (1, 0))
     dq_sum[rows, :] = dq
 
 
