@@ -251,7 +251,13 @@ DRAWN = (
 )
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@pytest.mark.slow
+@every_implementation
+def test_combinations(name):
+    # The interpreter of TPU kernels is slow.
+    settings(max_examples=60 if name == "xla" else 15, deadline=None, derandomize=True)(_combination)(name)
+
+
 @given(
     static=st.sampled_from(DRAWN),
     seed=st.integers(0, 2**16),
@@ -263,8 +269,7 @@ DRAWN = (
     magnitude=st.sampled_from([0.0, 1.0, 10.0]),
     sink=st.tuples(st.floats(-9, 9, width=32), st.floats(-9, 9, width=32)),
 )
-@every_implementation
-def test_combinations(name, static, seed, offsets, q_ids, k_ids, density, biased, magnitude, sink):
+def _combination(name, static, seed, offsets, q_ids, k_ids, density, biased, magnitude, sink):
     rng = np.random.default_rng(seed)
     x = _operands(
         seed,

@@ -1,12 +1,9 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The Pallas kernels for TPUs in interpret mode against dense attention in NumPy, and compiled for TPUs without one."""
+"""The Pallas kernels for TPUs in interpret mode against dense attention in NumPy, and compiled without a TPU."""
 
-import contextlib
 import dataclasses
-import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -14,16 +11,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
-from jax.sharding import NamedSharding, PartitionSpec
 
 from haliax_kernels.attention import dropout, pallas_tpu
 from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
-from haliax_kernels.attention.pallas_tpu.schedule import Tiles
 from haliax_kernels.attention.pallas_tpu.sizes import choose
-from haliax_kernels.errors import UnsupportedOptionError
-from haliax_kernels.testing import topology_mesh
-from haliax_kernels.testing.interpret import race_detection
 
 F32_TOLERANCE = 2e-5
 NAMES = ("o", "lse", "dq", "dk", "dv", "dbias")
@@ -254,9 +246,7 @@ def test_large_logits():
 
 @pytest.mark.slow
 def test_keys_in_several_kernels(monkeypatch):
-    monkeypatch.setattr(
-        pallas_tpu, "choose", lambda *a, **k: dataclasses.replace(choose(*a, **k), keys=256)
-    )
+    monkeypatch.setattr(pallas_tpu, "choose", lambda *a, **k: dataclasses.replace(choose(*a, **k), keys=256))
     for case in (
         Case(q_len=300, k_len=600, group=2, right=0, left=200, ids=True, q_offset=100),
         Case(q_len=130, k_len=600, group=2, bias_heads=2, mask_heads=1, dropout=0.1, right=0, traced=True),
@@ -267,7 +257,9 @@ def test_keys_in_several_kernels(monkeypatch):
 
 def test_bfloat16_within_twice_the_error_of_dense_attention():
     case = Case(q_len=200, k_len=200, group=2, right=0)
-    a = {n: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) if n != "dlse" else x for n, x in case.arrays().items()}
+    a = {
+        n: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) if n != "dlse" else x for n, x in case.arrays().items()
+    }
     want = dense(case, a)
 
     def plain(q, k, v):

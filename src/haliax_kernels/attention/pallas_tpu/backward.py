@@ -4,8 +4,8 @@
 """The backward kernel: all gradients in one pass (Dao 2023, arXiv 2307.08691, algorithm 2, with its loops exchanged).
 
 Query blocks are the outer loop. The sums for dk and dv of all keys stay in vector memory, where all heads of the group
-add to them; each key block's is written once, at its last use. Logits are (keys, rows), so that only the product for dq
-needs a transpose.
+add to them; each key block's is written once, at its last use. Logits are (keys, rows), so that only the product for
+dq needs a transpose.
 """
 
 import functools
@@ -44,6 +44,7 @@ from haliax_kernels.attention.pallas_tpu.schedule import (
     k_block,
     q_block,
 )
+from haliax_kernels.attention.soft_cap import tanh_slope
 
 
 def backward(
@@ -107,9 +108,7 @@ def backward(
         # A bias that the group shares has its gradient summed in the kernel over the heads of a block.
         heads = plan.heads if plan.bias_heads > 1 else 1
         out_shape.append(jax.ShapeDtypeStruct((plan.head_blocks * heads, q_size, k_size), jnp.float32))
-        out_specs.append(
-            pl.BlockSpec((heads, t.q, t.k), lambda g, s, p, *_: (g, q_block(p[s]), k_block(p[s])))
-        )
+        out_specs.append(pl.BlockSpec((heads, t.q, t.k), lambda g, s, p, *_: (g, q_block(p[s]), k_block(p[s]))))
     outputs = pl.pallas_call(
         functools.partial(_kernel, plan, steps.bodies, more.names, dq is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -200,7 +199,7 @@ def _chunk(
     for p in c.pieces:
         keys = pl.ds(view.k_index * plan.tiles.k + p.start, p.stop - p.start)
         k_p, v_p = k[p.start : p.stop, :], v[p.start : p.stop, :]
-        s, tanh = view.logits(dot(plan, k_p, q_c, (1, 1)), c, p)
+        s, ratio = view.logits(dot(plan, k_p, q_c, (1, 1)), c, p)
         mask = view.mask(c, p)
         if mask is not None:
             s = jnp.where(mask, s, -jnp.inf)
@@ -215,10 +214,8 @@ def _chunk(
             dp = jnp.where(kept, dp * (1 / (1 - dropout)), 0.0)
         dv_sum[keys, :] += dot(plan, dropped.astype(do_c.dtype), do_c, (1, 0))
         ds = weights * (dp - delta)
-        if tanh is not None:
-            # The derivative of cap * tanh(x / cap) is 1 - tanh(x / cap) ** 2.
-            tanh = tanh if mask is None else jnp.where(mask, tanh, 0.0)
-            ds = ds * (1 - tanh * tanh)
+        if ratio is not None:
+            ds = ds * tanh_slope(ratio if mask is None else jnp.where(mask, ratio, 0.0))
         dk_sum[keys, :] += dot(plan, ds.astype(q_c.dtype), q_c, (1, 0))
         if dbias is None:
             dq = dq + dot(plan, ds.astype(k_p.dtype), k_p, (0, 0))

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -31,7 +30,7 @@ LN_2 = math.log(2)
 
 @dataclass(frozen=True)
 class Piece:
-    """Keys `start` to `stop` of a key block; `masked` if the window or the length hides some of them from some rows."""
+    """Keys `start` to `stop` of a key block; `masked` if the window or the length hides some from some rows."""
 
     start: int
     stop: int
@@ -315,7 +314,7 @@ class View:
         return mask
 
     def logits(self, scores: Float32[Array, "..."], c: Chunk, p: Piece) -> tuple[Array, Array | None]:
-        """Logits in base 2, unmasked, and the tanh of the soft cap if there is one."""
+        """Logits in base 2, unmasked, and what went into the tanh of the soft cap if there is one."""
         o = self.plan.options
         if self.plan.natural:
             return scores * (o.scale * LOG2_E), None
@@ -324,8 +323,8 @@ class View:
             s = s + self.pair("bias", self.plan.bias_heads, c, p)
         if o.soft_cap is None:
             return s * LOG2_E, None
-        tanh = jnp.tanh(s * (1 / o.soft_cap))
-        return tanh * (o.soft_cap * LOG2_E), tanh
+        ratio = s * (1 / o.soft_cap)
+        return jnp.tanh(ratio) * (o.soft_cap * LOG2_E), ratio
 
     def kept(self, c: Chunk, p: Piece) -> Bool[Array, "..."]:
         """Which probabilities dropout keeps."""
@@ -353,11 +352,8 @@ def dot(plan: Plan, a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array,
     )
 
 
-def compiler_params(semantics: tuple[str, ...], vmem: int | None, interpret: bool) -> Any:
+def compiler_params(semantics: Any, vmem: int | None, interpret: bool) -> Any:
     from jax.experimental.pallas import tpu as pltpu
 
     # TPU interpret mode fails on named semantics under jax.vmap.
     return pltpu.CompilerParams(dimension_semantics=None if interpret else semantics, vmem_limit_bytes=vmem)
-
-
-_ = jax

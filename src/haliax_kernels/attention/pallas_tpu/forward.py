@@ -90,9 +90,7 @@ def _kernel(plan: Plan, bodies: tuple[int, ...], names: tuple[str, ...], pairs, 
 
         @pl.when(flag & 15 == body)
         def _(body=body):
-            view = View(
-                plan, body, dict(zip(names, refs, strict=False)), q_block(pair), k_block(pair), offsets, False
-            )
+            view = View(plan, body, dict(zip(names, refs, strict=False)), q_block(pair), k_block(pair), offsets, False)
             for chunk in plan.chunks(body):
                 _chunk(view, chunk, q, k, v, largest, total, acc)
 

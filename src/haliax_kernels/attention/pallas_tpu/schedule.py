@@ -4,8 +4,8 @@
 """Which pairs of a query block and a key block a kernel visits, in what order, and what it does there.
 
 A kernel's grid is a list of steps, in arrays that are prefetched to scalar memory. With offsets known when the kernel
-is built only visible pairs are in the list; with traced offsets the list has room for as many as there may be, the rest
-at its end repeating the last pair, so that nothing is loaded for it.
+is built only visible pairs are in the list; with traced offsets the list has room for as many as there may be, the
+rest at its end repeating the last pair, so that nothing is loaded for it.
 """
 
 from dataclasses import dataclass

@@ -8,6 +8,7 @@ from jax import lax
 from jaxtyping import Array, Float, Float32, Int
 
 from haliax_kernels.attention.contract import AttentionGradients, AttentionOperands, AttentionOptions
+from haliax_kernels.attention.soft_cap import tanh_slope
 from haliax_kernels.attention.xla._blocks import K_GROUP_Q, Blocks, dot, keep_rows, pad
 
 
@@ -40,7 +41,7 @@ def backward(
             dq_i, dk, dv, dbias = state
             k_j, v_j = blocks.k_block(x.k, j), blocks.k_block(x.v, j)
             logits = blocks.logits(dot("kd,gqd->kgq", k_j, q_i), i, j)
-            mask, visible_k, visible_q, visible_do, p = None, k_j, q_i, do_i, jnp.exp(logits - lse_i)
+            mask, visible_k, visible_q, visible_do, p = None, k_j, q_i, do_i, jnp.exp(blocks.capped(logits) - lse_i)
             if masked:
                 mask = blocks.mask(i, j)
                 p = jnp.where(mask, p, 0)
@@ -54,8 +55,7 @@ def backward(
             # Through the softmax: d loss / d logits.
             ds = p * (dp - delta_i)
             if options.soft_cap is not None:
-                # The derivative of tanh is 1 - tanh^2.
-                ds = ds * (1 - (logits / options.soft_cap) ** 2)
+                ds = ds * tanh_slope(logits / options.soft_cap)
             if mask is not None:
                 ds = jnp.where(mask, ds, 0)
             if dbias is not None:

@@ -153,10 +153,13 @@ class Blocks:
         return mask
 
     def logits(self, products: Float32[Array, "*scores"], i: Index, j: Index) -> Float32[Array, "*scores"]:
-        """Scaled, biased and capped, but not masked."""
+        """Scaled and biased, but neither capped nor masked."""
         logits = products * self.options.scale
         if self.x.bias is not None:
             logits = logits + self.scores_block(self.x.bias, i, j).astype(jnp.float32)
+        return logits
+
+    def capped(self, logits: Float32[Array, "*scores"]) -> Float32[Array, "*scores"]:
         cap = self.options.soft_cap
         return logits if cap is None else cap * jnp.tanh(logits / cap)
 

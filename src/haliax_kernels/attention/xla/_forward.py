@@ -26,7 +26,7 @@ def forward(
         def k_block(j, state, masked):
             total, largest, acc = state
             k_j, v_j = blocks.k_block(x.k, j), blocks.k_block(x.v, j)
-            logits = blocks.logits(dot("gqd,kd->gqk", q_i, k_j), i, j)
+            logits = blocks.capped(blocks.logits(dot("gqd,kd->gqk", q_i, k_j), i, j))
             if masked:
                 mask = blocks.mask(i, j)
                 logits = jnp.where(mask, logits, -jnp.inf)
