@@ -255,20 +255,24 @@ DRAWN = (
 @every_implementation
 def test_combinations(name):
     # The interpreter of TPU kernels is slow.
-    settings(max_examples=60 if name == "xla" else 15, deadline=None, derandomize=True)(_combination)(name)
+    @settings(max_examples=60 if name == "xla" else 15, deadline=None, derandomize=True)
+    @given(
+        static=st.sampled_from(DRAWN),
+        seed=st.integers(0, 2**16),
+        offsets=st.tuples(st.integers(-30, 30), st.integers(-30, 30)),
+        q_ids=st.lists(st.integers(-1, 1), min_size=20, max_size=20),
+        k_ids=st.lists(st.integers(-1, 1), min_size=26, max_size=26),
+        density=st.sampled_from([0.0, 0.2, 0.9, 1.0]),
+        biased=st.sampled_from([0.0, 1.0, 10.0]),
+        magnitude=st.sampled_from([0.0, 1.0, 10.0]),
+        sink=st.tuples(st.floats(-9, 9, width=32), st.floats(-9, 9, width=32)),
+    )
+    def run(**drawn):
+        _combination(name, **drawn)
+
+    run()
 
 
-@given(
-    static=st.sampled_from(DRAWN),
-    seed=st.integers(0, 2**16),
-    offsets=st.tuples(st.integers(-30, 30), st.integers(-30, 30)),
-    q_ids=st.lists(st.integers(-1, 1), min_size=20, max_size=20),
-    k_ids=st.lists(st.integers(-1, 1), min_size=26, max_size=26),
-    density=st.sampled_from([0.0, 0.2, 0.9, 1.0]),
-    biased=st.sampled_from([0.0, 1.0, 10.0]),
-    magnitude=st.sampled_from([0.0, 1.0, 10.0]),
-    sink=st.tuples(st.floats(-9, 9, width=32), st.floats(-9, 9, width=32)),
-)
 def _combination(name, static, seed, offsets, q_ids, k_ids, density, biased, magnitude, sink):
     rng = np.random.default_rng(seed)
     x = _operands(
