@@ -4,8 +4,8 @@
 """The backward kernel: all gradients in one pass (Dao 2023, arXiv 2307.08691, algorithm 2, with its loops exchanged).
 
 Query blocks are the outer loop. The sums for dk and dv of all keys stay in vector memory, where all heads of the group
-add to them; each key block's is written once, at its last use. Logits are (keys, rows), so that only the product for dq
-needs a transpose.
+add to them; each key block's is written once, at its last use. Logits are (keys, rows), so that only the product for
+dq needs a transpose.
 """
 
 import functools
@@ -36,7 +36,6 @@ from haliax_kernels.attention.pallas_tpu.blocks import (
 )
 from haliax_kernels.attention.pallas_tpu.schedule import (
     CLOSES,
-    FIRST,
     LAST,
     OPENS,
     SPECIAL,
@@ -107,9 +106,7 @@ def backward(
         # A bias that the group shares has its gradient summed in the kernel over the heads of a block.
         heads = plan.heads if plan.bias_heads > 1 else 1
         out_shape.append(jax.ShapeDtypeStruct((plan.head_blocks * heads, q_size, k_size), jnp.float32))
-        out_specs.append(
-            pl.BlockSpec((heads, t.q, t.k), lambda g, s, p, *_: (g, q_block(p[s]), k_block(p[s])))
-        )
+        out_specs.append(pl.BlockSpec((heads, t.q, t.k), lambda g, s, p, *_: (g, q_block(p[s]), k_block(p[s]))))
     outputs = pl.pallas_call(
         functools.partial(_kernel, plan, steps.bodies, more.names, dq is not None),
         grid_spec=pltpu.PrefetchScalarGridSpec(
@@ -150,7 +147,7 @@ def _kernel(
     scale = plan.options.scale
     keys = pl.ds(pl.multiple_of(k_block(pair) * plan.tiles.k, plan.tiles.k), plan.tiles.k)
 
-    @pl.when(flag & FIRST != 0)
+    @pl.when(step == 0)
     def _():
         dq_sum[...] = jnp.zeros_like(dq_sum)
 
@@ -179,6 +176,7 @@ def _kernel(
     def _():
         result = (dq_sum[...] * scale).reshape(dq.shape)
         dq[...] = (result if dq_before is None else result + dq_before[...]).astype(dq.dtype)
+        dq_sum[...] = jnp.zeros_like(dq_sum)
 
     @pl.when((flag & CLOSES != 0) & (head_block == plan.head_blocks - 1))
     def _():
