@@ -1,9 +1,11 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The Pallas kernels for TPUs in interpret mode against dense attention in NumPy, and compiled without a TPU."""
+"""The Pallas kernels for TPUs in interpret mode against dense attention in NumPy, and compiled for TPUs."""
 
 import dataclasses
+import functools
+import importlib.util
 from typing import Any
 
 import jax
@@ -11,11 +13,16 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import tpu as pltpu
+from jax.sharding import NamedSharding, PartitionSpec
 
 from haliax_kernels.attention import dropout, pallas_tpu
 from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
+from haliax_kernels.attention.pallas_tpu.schedule import Tiles
 from haliax_kernels.attention.pallas_tpu.sizes import choose
+from haliax_kernels.errors import UnsupportedOptionError
+from haliax_kernels.testing import topology_mesh
+from haliax_kernels.testing.interpret import race_detection
 
 F32_TOLERANCE = 2e-5
 NAMES = ("o", "lse", "dq", "dk", "dv", "dbias")
@@ -56,6 +63,22 @@ class Case:
             dropout=self.dropout,
             block_sizes=self.block_sizes,
         )
+
+    def shapes(self):
+        """Shapes and dtypes of `arrays`."""
+        g, q, k = self.group, self.q_len, self.k_len
+        found = {"q": (g, q, self.key), "k": (k, self.key), "v": (k, self.value), "do": (g, q, self.value)}
+        found = {n: jax.ShapeDtypeStruct(s, jnp.float32) for n, s in found.items()}
+        if self.ids:
+            found["q_segment_ids"] = jax.ShapeDtypeStruct((q,), jnp.int32)
+            found["k_segment_ids"] = jax.ShapeDtypeStruct((k,), jnp.int32)
+        if self.mask_heads:
+            found["mask"] = jax.ShapeDtypeStruct((self.mask_heads, q, k), jnp.bool_)
+        if self.bias_heads:
+            found["bias"] = jax.ShapeDtypeStruct((self.bias_heads, q, k), jnp.float32)
+        if self.dropout:
+            found["seed"] = jax.ShapeDtypeStruct((g,), jnp.uint32)
+        return found
 
     def arrays(self):
         rng = np.random.default_rng(self.seed)
@@ -182,9 +205,7 @@ FAST = {
     "causal": Case(right=0),
     "everything seen": Case(q_len=140, k_len=300, value=64),
     "window and segments": Case(group=2, left=70, right=0, ids=True),
-    "mask": Case(q_len=130, k_len=130, group=2, mask_heads=1),
     "bias and soft cap": Case(q_len=130, k_len=140, group=2, bias_heads=2, soft_cap=1.5, right=0),
-    "bias of the group": Case(q_len=20, k_len=140, group=3, bias_heads=1, right=0),
     "dropout": Case(q_len=130, group=2, dropout=0.3),
     "traced offsets": Case(q_len=130, k_len=300, right=0, q_offset=75, k_offset=20, traced=True),
     "length 1": Case(q_len=1, k_len=1, right=0, key=16, value=16),
@@ -192,6 +213,8 @@ FAST = {
     "NaN is hidden": Case(right=60, ids=True, change=hide_with_nan),
 }
 SLOW = {
+    "mask": Case(q_len=130, k_len=130, group=2, mask_heads=1),
+    "bias of the group": Case(q_len=20, k_len=140, group=3, bias_heads=1, right=0),
     "window 1": Case(left=0, right=0),
     "both windows": Case(left=40, right=30, q_len=300),
     "left alone": Case(left=50, q_len=300),
@@ -257,9 +280,8 @@ def test_keys_in_several_kernels(monkeypatch):
 
 def test_bfloat16_within_twice_the_error_of_dense_attention():
     case = Case(q_len=200, k_len=200, group=2, right=0)
-    a = {
-        n: np.asarray(jnp.asarray(x, jnp.bfloat16), np.float32) if n != "dlse" else x for n, x in case.arrays().items()
-    }
+    a = case.arrays()
+    a |= {n: np.asarray(jnp.asarray(a[n], jnp.bfloat16), np.float32) for n in ("q", "k", "v", "do")}
     want = dense(case, a)
 
     def plain(q, k, v):
@@ -274,3 +296,172 @@ def test_bfloat16_within_twice_the_error_of_dense_attention():
     for name, got, dense_bf16, w in zip(NAMES, run(case, a, jnp.bfloat16), theirs, want, strict=False):
         error, allowed = (np.abs(np.asarray(x, np.float64) - w).max() for x in (got, dense_bf16))
         assert error <= 2 * allowed + 1e-6, name
+
+
+def test_vmap_over_batch_and_heads():
+    """Two levels; segment ids of the batch alone, a bias of the heads alone, a mask that all share."""
+    case = Case(q_len=130, k_len=130, group=2, right=0)
+    rng = np.random.default_rng(1)
+    arrays = {
+        "q": rng.normal(size=(2, 2, 2, 130, 32)),
+        "k": rng.normal(size=(2, 2, 130, 32)),
+        "v": rng.normal(size=(2, 2, 130, 32)),
+        "bias": rng.normal(size=(2, 1, 130, 130)),
+        "mask": rng.random((1, 130, 130)) < 0.7,
+        "q_segment_ids": np.sort(rng.integers(0, 3, (2, 130)), -1).astype(np.int32),
+    }
+    arrays = {n: a.astype(np.float32) if a.dtype == float else a for n, a in arrays.items()}
+    arrays["k_segment_ids"] = arrays["q_segment_ids"]
+    do = rng.normal(size=(2, 2, 2, 130, 32)).astype(np.float32)
+    shared_by_batch, shared_by_heads = {"bias", "mask"}, {"mask", "q_segment_ids", "k_segment_ids"}
+
+    def pair(a, do):
+        x = AttentionOperands(**a)
+        o, lse = pallas_tpu.forward(case.options, x, interpret=True)
+        gradients = pallas_tpu.backward(case.options, x, lse, do, (do * o).sum(-1), interpret=True)
+        return o, lse, *gradients
+
+    per_head = jax.vmap(pair, ({n: None if n in shared_by_heads else 0 for n in arrays}, 0))
+    per_batch = jax.vmap(per_head, ({n: None if n in shared_by_batch else 0 for n in arrays}, 0))
+    with pltpu.force_tpu_interpret_mode():
+        got = jax.jit(per_batch)(arrays, do)
+    for b in range(2):
+        for h in range(2):
+            one = {n: a if n in shared_by_batch else a[b] for n, a in arrays.items()}
+            one = {n: a if n in shared_by_heads else a[h] for n, a in one.items()}
+            one |= {"do": do[b, h], "dlse": np.zeros((2, 130))}
+            compare([g[b, h] for g in got], dense(case, one))
+
+
+def words(steps):
+    return steps.pairs, steps.flags
+
+
+def test_steps_are_the_same_for_traced_offsets():
+    """A static list is the beginning of the traced one; the rest of that repeats the last pair and does nothing."""
+    shapes = [(256, 256, 0, None), (200, 700, 400, 128), (600, 300, -77, 300), (256, 256, -5000, None)]
+    for q_len, k_len, offset, left in shapes:
+        static = Tiles(q_len, k_len, 128, 128, left, 0, offset)
+        traced = dataclasses.replace(static, offset=None)
+        want = static.steps(offset)
+        pairs, flags = (np.asarray(x) for x in jax.jit(lambda o, t=traced: words(t.steps(o)))(offset))
+        assert (pairs[: len(want)] == want.pairs).all() and (pairs[len(want) :] == want.pairs[-1]).all()
+        assert (flags[len(want) :] & 0xFF == 0).all()
+        # Which body runs may differ, the other flags not.
+        assert (flags[: len(want)] >> 4 == want.flags >> 4).all()
+        assert set(want.pairs & 0xFFFF) == set(range(static.q_count))
+        assert set(want.pairs >> 16) == set(range(static.k_count))
+
+
+def test_hidden_blocks_are_not_in_the_list():
+    count = {left: len(Tiles(16384, 16384, 1024, 1024, left, 0, 0).steps(0)) for left in (None, 1023)}
+    assert count == {None: 16 * 17 // 2, 1023: 31}
+
+
+def test_dropout_keeps_the_wanted_fraction_independently():
+    i, j = jnp.arange(512)[:, None], jnp.arange(512)[None, :]
+    masks = [np.asarray(dropout.keep(jnp.uint32(seed), i, j, 0.25)) for seed in (0, 1, 2**31)]
+    for mask in masks:
+        assert abs(mask.mean() - 0.75) < 0.005
+        assert np.abs(mask.mean(0) - 0.75).max() < 0.1 and np.abs(mask.mean(1) - 0.75).max() < 0.1
+        assert abs((mask[1:] == mask[:-1]).mean() - (0.75**2 + 0.25**2)) < 0.005
+        assert abs((mask[:, 1:] == mask[:, :-1]).mean() - (0.75**2 + 0.25**2)) < 0.005
+    assert abs((masks[0] == masks[1]).mean() - (0.75**2 + 0.25**2)) < 0.005
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("q", {"q": jnp.zeros((1, 16, 16), jnp.float16)}),
+        ("k", {"k": jnp.zeros((16, 16), jnp.bfloat16)}),
+        ("q_segment_ids", {"q_segment_ids": jnp.zeros(16, jnp.int32)}),
+    ],
+)
+def test_refusals_name_the_argument(name, change):
+    x = AttentionOperands(jnp.zeros((1, 16, 16)), jnp.zeros((16, 16)), jnp.zeros((16, 16)))._replace(**change)
+    with pytest.raises(UnsupportedOptionError, match=name):
+        pallas_tpu.forward(AttentionOptions(scale=1.0), x)
+
+
+def test_lengths_of_0():
+    x = AttentionOperands(jnp.ones((2, 3, 16)), jnp.ones((0, 16)), jnp.ones((0, 8)))
+    o, lse = pallas_tpu.forward(AttentionOptions(scale=1.0), x)
+    assert o.shape == (2, 3, 8) and (o == 0).all() and (lse == -jnp.inf).all()
+    gradients = pallas_tpu.backward(AttentionOptions(scale=1.0), x, lse, o, lse)
+    assert (gradients.q == 0).all() and gradients.k.shape == (0, 16)
+
+
+def test_dtypes_of_the_results():
+    options = AttentionOptions(scale=1.0, out_dtype=jnp.float32, grad_dtype=jnp.float32)
+    x = AttentionOperands(*(jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((1, 16, 16), (16, 16), (16, 16))))
+    o, lse = jax.eval_shape(functools.partial(pallas_tpu.forward, options), x)
+    gradients = jax.eval_shape(functools.partial(pallas_tpu.backward, options), x, lse, o, lse)
+    assert {a.dtype for a in (o, *gradients[:3])} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.slow
+def test_no_races():
+    case = Case(q_len=256, k_len=256, group=2, right=0, key=16, value=16)
+    a = case.arrays()
+    with race_detection() as races:
+        x = AttentionOperands(*(jnp.asarray(a[n]) for n in ("q", "k", "v")))
+        _, lse = pallas_tpu.forward(case.options, x, interpret=True)
+        pallas_tpu.backward(case.options, x, lse, jnp.asarray(a["do"]), lse, interpret=True)
+    assert races.watched and races.first is None
+
+
+# --- compiled for TPUs ----------------------------------------------------------------------------------------------
+
+COMPILED = {
+    "causal": Case(q_len=2048, k_len=2048, key=128, value=128, right=0, block_sizes=None),
+    "everything": Case(
+        q_len=1000, k_len=1500, group=4, key=80, value=96, left=700, right=50, ids=True, mask_heads=4, bias_heads=1,
+        soft_cap=20.0, dropout=0.1, traced=True, block_sizes=None,
+    ),
+    "decoding": Case(q_len=1, k_len=2048, group=71, key=64, value=64, ids=True, block_sizes=None),
+    "head size 256": Case(q_len=1024, k_len=1024, key=256, value=256, right=0, block_sizes=None),
+}  # fmt: skip
+LONG = {
+    f"{s} positions, head size {d}": Case(q_len=s, k_len=s, key=d, value=d, right=0, block_sizes=None)
+    for s, d in ((128, 64), (4096, 96), (32768, 128))
+}
+
+
+def compile_for(topology, case, dtype):
+    """The compiled text of forward and backward under two levels of vmap."""
+    mesh = topology_mesh(topology, {"x": 1})
+    sharding = NamedSharding(mesh, PartitionSpec())
+    per_head = {"q", "k", "v", "bias", "seed", "do"}
+    per_batch = per_head | {"q_segment_ids", "k_segment_ids"}
+    args = {}
+    for n, a in case.shapes().items():
+        shape = (2, *a.shape) if n in per_head else a.shape
+        shape = (1, *shape) if n in per_batch else shape
+        args[n] = jax.ShapeDtypeStruct(shape, dtype if a.dtype == jnp.float32 else a.dtype, sharding=sharding)
+    offset = jax.ShapeDtypeStruct((), jnp.int32, sharding=sharding)
+
+    def both(args, offset):
+        def one(a):
+            x = AttentionOperands(**{n: a[n] for n in a if n in AttentionOperands._fields})
+            x = x._replace(q_offset=offset) if case.traced else x
+            o, lse = pallas_tpu.forward(case.options, x)
+            return o, lse, pallas_tpu.backward(case.options, x, lse, a["do"], lse)
+
+        heads = jax.vmap(one, ({n: 0 if n in per_head else None for n in args},))
+        return jax.vmap(heads, ({n: 0 if n in per_batch else None for n in args},))(args)
+
+    return jax.jit(both).trace(args, offset).lower().compile().as_text()
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@pytest.mark.parametrize("topology", ["v5e:2x2", "v6e:2x2", "v5p:2x2x1", "v4:2x2x1"])
+@pytest.mark.parametrize(
+    ("case", "dtype"),
+    [pytest.param(c, jnp.bfloat16, id=n) for n, c in COMPILED.items()]
+    + [pytest.param(c, d, id=f"{n}, {d.__name__}", marks=pytest.mark.slow) for n, c in LONG.items()
+       for d in (jnp.bfloat16, jnp.float32)]
+    + [pytest.param(COMPILED["everything"], jnp.float32, id="everything, float32", marks=pytest.mark.slow)],
+)  # fmt: skip
+def test_compiles_for_tpus(topology, case, dtype):
+    assert compile_for(topology, case, dtype).count('custom_call_target="tpu_custom_call"') >= 2

@@ -3,9 +3,9 @@
 
 """Which attention probabilities are dropped: a hash of the seed and of the two positions.
 
-It depends on nothing else: every implementation, block size and way of cutting the sequence drops the same. The mixing
-is the 32-bit finalizer of MurmurHash3 (Appleby 2011, https://github.com/aappleby/smhasher, public domain), once
-for the row of queries, and once more for each pair of query and key. Only products, shifts and exclusive ors of 32-bit
+It depends on nothing else, so that every implementation, block size and way of cutting the sequence drops the same.
+The mixing is the 32-bit finalizer of MurmurHash3 (Appleby 2011, https://github.com/aappleby/smhasher, public domain):
+twice for each query, and once more for each pair of query and key. Only products, shifts and exclusive ors of 32-bit
 integers are used, which every platform's kernels have.
 """
 

@@ -4,7 +4,7 @@
 """Blockwise attention in Pallas kernels for TPUs, under the contract of `haliax_kernels.attention.contract`.
 
 Float32 and bfloat16, every option. `jax.vmap` over batch and key/value heads; what is not mapped is read once for all.
-Offsets that are Python ints cost nothing: only visible blocks are in the kernels' grids. Traced ones must not be
+Offsets that are Python ints cost nothing: only visible blocks are in the kernels' grids. Traced ones should not be
 mapped by `jax.vmap`, which would make a loop of kernels of it.
 """
 
@@ -58,8 +58,8 @@ def backward(
 ) -> AttentionGradients:
     """The gradients as in `AttentionImplementation.backward`, in one kernel.
 
-    Where the sums for dk and dv of all keys do not fit in vector memory, one kernel for as many keys as do, which add
-    to dq in turn.
+    Where the sums for dk and dv of all keys do not fit in vector memory there are several kernels, for as many keys
+    each as do; they add to dq in turn.
 
     Args:
         options: the static part of the call.

@@ -36,7 +36,6 @@ from haliax_kernels.attention.pallas_tpu.blocks import (
 )
 from haliax_kernels.attention.pallas_tpu.schedule import (
     CLOSES,
-    FIRST,
     LAST,
     OPENS,
     SPECIAL,
@@ -149,7 +148,7 @@ def _kernel(
     scale = plan.options.scale
     keys = pl.ds(pl.multiple_of(k_block(pair) * plan.tiles.k, plan.tiles.k), plan.tiles.k)
 
-    @pl.when(flag & FIRST != 0)
+    @pl.when(step == 0)
     def _():
         dq_sum[...] = jnp.zeros_like(dq_sum)
 
@@ -178,6 +177,7 @@ def _kernel(
     def _():
         result = (dq_sum[...] * scale).reshape(dq.shape)
         dq[...] = (result if dq_before is None else result + dq_before[...]).astype(dq.dtype)
+        dq_sum[...] = jnp.zeros_like(dq_sum)
 
     @pl.when((flag & CLOSES != 0) & (head_block == plan.head_blocks - 1))
     def _():

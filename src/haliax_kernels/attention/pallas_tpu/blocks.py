@@ -17,6 +17,7 @@ from typing import Any
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
@@ -26,11 +27,12 @@ from haliax_kernels.attention.pallas_tpu.schedule import MASKED, SPECIAL, Tiles,
 LANES = 128
 LOG2_E = math.log2(math.e)
 LN_2 = math.log(2)
+_EDGE_CHUNK = 256
 
 
 @dataclass(frozen=True)
 class Piece:
-    """Keys `start` to `stop` of a key block; `masked` if the window or the length hides some from some rows."""
+    """Keys `start` to `stop` of a key block; `masked` if the window or the length may hide some from some rows."""
 
     start: int
     stop: int
@@ -108,7 +110,9 @@ class Plan:
         if t.q < LANES:
             ranges = [(0, self.heads, 0, t.q)]
         else:
-            size = max(s for s in range(LANES, max(self.chunk, LANES) + 1, LANES) if t.q % s == 0)
+            # Smaller ones follow the edge of what is visible more closely.
+            largest = self.chunk if body < SPECIAL else min(self.chunk, _EDGE_CHUNK)
+            size = max(s for s in range(LANES, max(largest, LANES) + 1, LANES) if t.q % s == 0)
             ranges = [(g, g + 1, s, s + size) for g in range(self.heads) for s in range(0, t.q, size)]
         for g, g_stop, start, stop in ranges:
             first, last = 0, t.k
@@ -338,6 +342,20 @@ def column(x: Array) -> Array:
     return jnp.broadcast_to(x, (8, x.shape[1])).T[:, :1]
 
 
+def row(x: Float32[Array, "n lanes"]) -> Float32[Array, "1 n"]:
+    """(n, LANES), the lanes all the same, to (1, n).
+
+    Of each square the diagonal, by a sum over sublanes: the transpose would move 128 times what is wanted.
+    """
+    n = x.shape[0]
+    if n % LANES:
+        return x.T[:1]
+    shape = (LANES, LANES)
+    diagonal = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
+    squares = [jnp.where(diagonal, x[i : i + LANES], 0.0).sum(0, keepdims=True) for i in range(0, n, LANES)]
+    return jnp.concatenate(squares, 1)
+
+
 def visible_keys(mask: Bool[Array, "..."], x: Float[Array, "keys size"], keys_first: bool) -> Array:
     """x with the keys that no row of the chunk sees zero: 0 times their NaN would be NaN."""
     seen = jnp.where(mask, 1.0, 0.0).max(1 if keys_first else 0, keepdims=True)
@@ -353,7 +371,5 @@ def dot(plan: Plan, a: Array, b: Array, dims: tuple[int, int]) -> Float32[Array,
 
 
 def compiler_params(semantics: Any, vmem: int | None, interpret: bool) -> Any:
-    from jax.experimental.pallas import tpu as pltpu
-
     # TPU interpret mode fails on named semantics under jax.vmap.
     return pltpu.CompilerParams(dimension_semantics=None if interpret else semantics, vmem_limit_bytes=vmem)

@@ -19,7 +19,6 @@ from haliax_kernels.attention.pallas_tpu.blocks import (
     Chunk,
     Plan,
     View,
-    as_rows,
     compiler_params,
     dot,
     extras,
@@ -28,10 +27,11 @@ from haliax_kernels.attention.pallas_tpu.blocks import (
     k_spec,
     pad,
     q_spec,
+    row,
     row_spec,
     visible_keys,
 )
-from haliax_kernels.attention.pallas_tpu.schedule import FIRST, LAST, k_block, q_block
+from haliax_kernels.attention.pallas_tpu.schedule import LAST, k_block, q_block
 
 
 def forward(
@@ -80,11 +80,12 @@ def _kernel(plan: Plan, bodies: tuple[int, ...], names: tuple[str, ...], pairs, 
     step = pl.program_id(1)
     pair, flag = pairs[step], flags[step]
 
-    @pl.when(flag & FIRST != 0)
-    def _():
+    def start():
         largest[...] = jnp.full_like(largest, -jnp.inf)
         total[...] = jnp.zeros_like(total)
         acc[...] = jnp.zeros_like(acc)
+
+    pl.when(step == 0)(start)
 
     for body in bodies:
 
@@ -101,8 +102,8 @@ def _kernel(plan: Plan, bodies: tuple[int, ...], names: tuple[str, ...], pairs, 
         summed = jnp.where(dead, 1, summed)
         kept = 1 - plan.options.dropout
         o[...] = (acc[...] * (1 / (summed * kept))).astype(o.dtype).reshape(o.shape)
-        result = jnp.where(dead, -jnp.inf, largest[...] * LN_2 + jnp.log(summed))
-        lse[...] = result.T[:1]
+        lse[...] = row(jnp.where(dead, -jnp.inf, largest[...] * LN_2 + jnp.log(summed)))
+        start()  # for the next query block: here the stores find free slots
 
 
 def _chunk(view: View, c: Chunk, q: Any, k: Any, v: Any, largest: Any, total: Any, acc: Any) -> None:
@@ -145,6 +146,3 @@ def _chunk(view: View, c: Chunk, q: Any, k: Any, v: Any, largest: Any, total: An
 def _widen(x: Float32[Array, "rows lanes"], size: int) -> Float32[Array, "rows size"]:
     """Lanes that all hold the same, to another number of them."""
     return jnp.concatenate([x] * -(-size // LANES), 1)[:, :size] if size != LANES else x
-
-
-_ = as_rows

@@ -4,8 +4,8 @@
 """Which pairs of a query block and a key block a kernel visits, in what order, and what it does there.
 
 A kernel's grid is a list of steps, in arrays that are prefetched to scalar memory. With offsets known when the kernel
-is built only visible pairs are in the list; with traced offsets the list has room for as many as there may be, the
-rest at its end repeating the last pair, so that nothing is loaded for it.
+is built only visible pairs are in the list; with traced offsets the list has room for as many as there may be, and
+what is left over repeats the last pair, so that nothing is loaded for it.
 """
 
 from dataclasses import dataclass
@@ -20,7 +20,7 @@ from jaxtyping import Array, Int32
 # What is done at a step; more numbers from SPECIAL on are the entries of `Tiles.special`.
 NOTHING, WHOLE, MASKED, SPECIAL = 0, 1, 2, 3
 # Bits of a step's flags, above the four of the body's number.
-FIRST, LAST, OPENS, CLOSES = 16, 32, 64, 128
+LAST, OPENS, CLOSES = 16, 32, 64
 _FLAG_BITS = 8
 # Each is a copy of the kernel's body: more would be slow to compile and to load.
 _MAX_SPECIAL = 4
@@ -126,7 +126,6 @@ class Tiles:
         body = xp.where(real, body.reshape(-1)[pair], NOTHING)
         end = xp.ones(1, bool)
         new_row = xp.concatenate([end, q[1:] != q[:-1]])
-        first = real & new_row
         last = xp.where(t == count - 1, True, xp.concatenate([new_row[1:], end]) & (t < count - 1))
         opens = xp.zeros(room, bool)
         closes = xp.zeros(room, bool)
@@ -144,7 +143,7 @@ class Tiles:
             closing = lax.cummin(xp.where(closes, t, room), reverse=True)
         # After the last key block is written its window stays where it is.
         k_out = k[xp.minimum(closing, last_use.max())]
-        flags = body + FIRST * first + LAST * last + OPENS * opens + CLOSES * closes
+        flags = body + LAST * last + OPENS * opens + CLOSES * closes
         pairs = xp.asarray(q + (k << 16), dtype="int32")
         return Steps(pairs, xp.asarray(flags + (k_out << _FLAG_BITS), dtype="int32"), self)
 
@@ -155,7 +154,7 @@ class Steps:
 
     Attributes:
         pairs: the query block in the lower half, the key block in the upper one.
-        flags: the body's number, FIRST and LAST of a query block, OPENS and CLOSES of a key block; above them the key
+        flags: the body's number, LAST of a query block, OPENS and CLOSES of a key block; above them the key
             block that closes next.
         tiles: what the list is of.
     """

@@ -86,7 +86,7 @@ def choose(
     per_key = 4 * sum(-(-size // _LANES) * _LANES for size in sizes)
     room = budget // 2 if budget > _SURE else 6 * _MIB
     keys = max(1, room // per_key // k) * k
-    return Sizes(q, k, heads, 256, 512, keys, budget if budget > _SURE else None)
+    return Sizes(q, k, heads, 512 if backward else 256, 512, keys, budget if budget > _SURE else None)
 
 
 def _positions(length: int, largest: int) -> int:
