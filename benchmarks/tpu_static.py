@@ -6,9 +6,9 @@
     python benchmarks/tpu_static.py [--topology v5e:2x2] [--lengths 2048 4096] [--sizes 64 128] [--json FILE]
 
 The PyPI package libtpu holds the TPU compiler, which can write down the final schedule of a kernel: bundles of
-instructions, one a cycle when nothing stalls. Counted are a kernel's bundles times how often they run: the loop over its
-grid, the loops inside, and the bodies under a condition. What the schedule does not show, waits for memory and for full
-matrix units, is not in the figures, which are for comparing kernels with each other and not with a clock.
+instructions, one a cycle when nothing stalls. Counted are a kernel's bundles times how often they run: the loop over
+its grid, the loops inside, and the bodies under a condition. What the schedule does not show, waits for memory and for
+full matrix units, is not in the figures, which are for comparing kernels with each other and not with a clock.
 
 Of JAX's kernels the bodies without matrix products (what begins and ends a row of blocks) are left out, and of those
 with them the visible share of the grid is counted. Of ours everything is counted, each body as often as the schedule
