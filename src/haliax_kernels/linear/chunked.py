@@ -17,7 +17,7 @@ from jax import lax
 from jaxtyping import Array, Float32
 
 from haliax_kernels.linear import decays
-from haliax_kernels.linear.contract import LinearOptions, LinearState
+from haliax_kernels.linear.contract import LinearState
 
 
 class Piece(NamedTuple):
@@ -106,7 +106,7 @@ def backward(
         through = jnp.einsum("nde,nde->nd", starts.s, dends.s)
         if starts.z is not None and dends.z is not None:
             through = through + starts.z * dends.z
-        through = through * decay.total
+        through = through * jnp.exp(decay.total)
         if dlog.ndim == 2:
             through_q, through_k, through = through_q.sum(-1), through_k.sum(-1), through.sum(-1)
         dlog = dlog + decays.after(through_q, 1) + decays.before(through_k, 1) + through[:, None]
@@ -117,9 +117,7 @@ def _times(x: Array, decay: Array | None) -> Array:
     return x if decay is None else x * decay
 
 
-def _states(
-    decay: decays.Decay, piece: Piece, first: LinearState, dot: decays.Dot
-) -> tuple[LinearState, LinearState]:
+def _states(decay: decays.Decay, piece: Piece, first: LinearState, dot: decays.Dot) -> tuple[LinearState, LinearState]:
     """The states at the chunks' starts, and the last one."""
     k = _times(piece.k, decay.to_end)
     added = LinearState(dot("njd,nje->nde", k, piece.v), None if first.z is None else k.sum(1))
@@ -140,10 +138,11 @@ def _state_gradients(
 
 def _advance(state: LinearState, step: tuple[Array | None, LinearState]) -> tuple[LinearState, LinearState]:
     """The next state of a scan in either direction, and the one before."""
-    total, added = step
+    total, added = step  # the former a log
 
     def one(old: Array, new: Array) -> Array:
-        factor = total if total is None or old.ndim == 1 else total[:, None]
-        return _times(old, factor) + new
+        if total is None:
+            return old + new
+        return decays.decayed(old, total if old.ndim == 1 else total[:, None]) + new
 
     return jax.tree.map(one, state, added), state

@@ -67,11 +67,12 @@ class NoDecay:
 
     size: int
     dot: Dot
-    # None stands for 1: decays from the chunk's start through a token, from behind a token to the end, of the chunk.
+    # None stands for 1: decays from the chunk's start through a token, and from behind a token to its end; and the log
+    # of the whole chunk's.
     from_start = to_end = total = None
 
     def scores(self, q: Array, k: Array) -> tuple[Scores, Any]:
-        """What each token's value has of weight in each token's result: 0 for later ones. And what `backward` needs."""
+        """The weight of each token's value in each token's result, 0 for later ones; and what `backward` needs."""
         return jnp.where(np.tri(self.size, dtype=bool), self.dot("gnid,njd->gnij", q, k), 0), None
 
     def backward(self, saved: Any, q: Array, k: Array, da: Scores, want_log: bool) -> tuple[Array, Array, None]:
@@ -81,7 +82,7 @@ class NoDecay:
 
 
 class TokenDecay:
-    """One decay a token; `from_start` and `to_end` are (n, size, 1), `total` (n, 1)."""
+    """One decay a token; `from_start` and `to_end` are (n, size, 1), `total` is a log, (n, 1)."""
 
     def __init__(self, log: Float32[Array, "n size"], dot: Dot):
         self.size, self.dot = log.shape[-1], dot
@@ -89,7 +90,7 @@ class TokenDecay:
         suffix = _shift(after(log, -1), -1, -1)
         self.from_start = jnp.exp(prefix)[..., None]
         self.to_end = jnp.exp(suffix)[..., None]
-        self.total = jnp.exp(prefix[..., -1:])
+        self.total = prefix[..., -1:]
         # Differences of the cumulative sums of multiples of the quantum are exact, and the rest is small.
         exact = jnp.round(log / _QUANTUM) * _QUANTUM
         between = sum(c[..., :, None] - c[..., None, :] for c in (jnp.cumsum(exact, -1), jnp.cumsum(log - exact, -1)))
@@ -107,12 +108,12 @@ class TokenDecay:
         if not want_log:
             return dq, dk, None
         # The decay of token t lies between all pairs j < t <= i.
-        after = self.dot("ti,nij->ntj", np.tri(self.size, dtype=np.float32).T, (da * saved).sum(0))
+        after = self.dot("ti,nij->ntj", jnp.tri(self.size, dtype=jnp.float32).T, (da * saved).sum(0))
         return dq, dk, jnp.where(np.tri(self.size, k=-1, dtype=bool), after, 0).sum(-1)
 
 
 class ChannelDecay:
-    """One decay a token and key channel; `from_start` and `to_end` are (n, size, key), `total` (n, key).
+    """One decay a token and key channel; `from_start` and `to_end` are (n, size, key), `total` is a log, (n, key).
 
     The pairs below the diagonal are cut into squares: a chunk's second half sees its first half, and so on in each
     half. In a square the decay is that from a query back to the border between both halves, times that from the border
@@ -123,7 +124,7 @@ class ChannelDecay:
     def __init__(self, log: Float32[Array, "n size key"], dot: Dot):
         self.size, self.dot = log.shape[-2], dot
         *levels, (_, prefix, suffix) = _levels(log)
-        self.from_start, self.to_end, self.total = jnp.exp(prefix), jnp.exp(suffix), jnp.exp(prefix[:, -1])
+        self.from_start, self.to_end, self.total = jnp.exp(prefix), jnp.exp(suffix), prefix[:, -1]
         second = np.arange(self.size)[:, None]
         self.levels = [(h, jnp.exp(jnp.where(second // h % 2 == 1, p, s))) for h, p, s in levels]
 
@@ -146,7 +147,7 @@ class ChannelDecay:
             if dlog is not None:
                 # One of the two is 0: the first half has no query in the square, and the second no key.
                 through = (q * dq_here).sum(0) + k * dk_here
-                dlog = dlog + self.dot("ti,nid->ntd", reach(self.size, half), through)
+                dlog = dlog + self.dot("ti,nid->ntd", jnp.asarray(reach(self.size, half)), through)
         return dq, dk, dlog
 
 
@@ -188,6 +189,14 @@ def of(log: Array | None, size: int, dot: Dot) -> Decay:
     if log is None:
         return NoDecay(size, dot)
     return TokenDecay(log, dot) if log.ndim == 2 else ChannelDecay(log, dot)
+
+
+def decayed(x: Array, log: Array) -> Array:
+    """`x * exp(log)`, where this is done over and over: as `x` less a little if the decay is weak.
+
+    The rounding of a factor near 1 would add up over thousands of chunks, a constant decay's always the same way.
+    """
+    return jnp.where(log > -0.5, x + x * jnp.expm1(log), x * jnp.exp(log))
 
 
 def after(x: Array, axis: int) -> Array:

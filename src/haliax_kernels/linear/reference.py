@@ -99,7 +99,7 @@ def recurrence_grad(
     log_decay = options.get("log_decay")
     if log_decay is not None:
         rank = np.ndim(log_decay)
-        log_decay = dlog if rank == 2 else dlog.sum(1) if rank == 1 else dlog.sum()
+        log_decay = dlog if rank == 2 else dlog.sum(1) if rank == 1 else np.asarray(dlog.sum())
     return RecurrenceGradients(dq, dk, dv, log_decay, ds, dz)
 
 

@@ -22,7 +22,7 @@ from haliax_kernels.linear.contract import LinearGradients, LinearOperands, Line
 # Scalar decays cost as much for large chunks as for small ones, those of channels a product for each halving.
 _CHUNK, _CHANNEL_CHUNK = 64, 32
 # So large that a step is worth its while on an accelerator, so small that what it computes fits in a cache.
-_PIECE = 1024
+_PIECE = 512
 
 
 class Residuals(NamedTuple):
@@ -72,8 +72,8 @@ def backward(
         piece, state, *results = of_piece
         d = _result_gradients(options, *results)
         grads, dfirst = chunked.backward(_wide(piece), state, d, dstate, layout.dot, want_log)
-        dtypes = chunked.PieceGradients(x.q.dtype, x.k.dtype, x.v.dtype, None if grads.log is None else jnp.float32)
-        return dfirst, jax.tree.map(lambda g, dtype: g.astype(dtype), grads, dtypes)
+        narrow = (g.astype(a.dtype) for g, a in zip(grads[:3], (x.q, x.k, x.v), strict=True))
+        return dfirst, chunked.PieceGradients(*narrow, grads.log)
 
     parts = (layout.pieces(x), residuals.starts, *layout.results(residuals, dy))
     dfirst, grads = lax.scan(step, dstate, parts, reverse=True)
