@@ -11,12 +11,27 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from haliax_kernels.linear import xla
+from haliax_kernels.linear import pallas_tpu, xla
 from haliax_kernels.linear.contract import LinearOperands, LinearOptions, LinearState
 from haliax_kernels.linear.differentiable import linear_attention
 from haliax_kernels.linear.reference import recurrence, recurrence_grad
 
-IMPLEMENTATIONS = {"xla": xla}
+
+class InterpretedTpu:
+    """The TPU kernels in Pallas' TPU interpret mode."""
+
+    @staticmethod
+    def forward(*args, **kwargs):
+        with pltpu.force_tpu_interpret_mode():
+            return pallas_tpu.forward(*args, **kwargs, interpret=True)
+
+    @staticmethod
+    def backward(*args):
+        with pltpu.force_tpu_interpret_mode():
+            return pallas_tpu.backward(*args, interpret=True)
+
+
+IMPLEMENTATIONS = {"xla": xla, "pallas_tpu": InterpretedTpu}
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 
@@ -78,9 +93,8 @@ FAST = {"xla_backend_optimization_level": 0}
 
 @functools.partial(jax.jit, static_argnames=("name", "options"), compiler_options=FAST)
 def _run(name, options, x, dy, dstate):
-    with pltpu.force_tpu_interpret_mode():
-        outputs, pullback = jax.vjp(lambda x: linear_attention(IMPLEMENTATIONS[name], options, x), x)
-        return outputs, pullback((dy.astype(outputs[0].dtype), dstate))[0]
+    outputs, pullback = jax.vjp(lambda x: linear_attention(IMPLEMENTATIONS[name], options, x), x)
+    return outputs, pullback((dy.astype(outputs[0].dtype), dstate))[0]
 
 
 def run(name, options, x, dy, dstate):

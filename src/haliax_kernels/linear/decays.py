@@ -12,7 +12,7 @@ Arrays are those of `n` chunks of `size` tokens each.
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 import numpy as np
@@ -25,6 +25,8 @@ Scores = Float32[Array, "group n size size"]
 # exp(-128) underflows to 0. 256 tokens of it sum to 2**15, of which float32 still holds multiples of 2**-9.
 FLOOR = -128.0
 _QUANTUM = 2.0**-9
+# Above this log a decay is applied as a small difference (see `decayed`).
+WEAK = -0.5
 
 
 def per_token(
@@ -86,14 +88,11 @@ class TokenDecay:
 
     def __init__(self, log: Float32[Array, "n size"], dot: Dot):
         self.size, self.dot = log.shape[-1], dot
-        prefix = jnp.cumsum(log, -1)
-        suffix = _shift(after(log, -1), -1, -1)
-        self.from_start = jnp.exp(prefix)[..., None]
-        self.to_end = jnp.exp(suffix)[..., None]
-        self.total = prefix[..., -1:]
-        # Differences of the cumulative sums of multiples of the quantum are exact, and the rest is small.
-        exact = jnp.round(log / _QUANTUM) * _QUANTUM
-        between = sum(c[..., :, None] - c[..., None, :] for c in (jnp.cumsum(exact, -1), jnp.cumsum(log - exact, -1)))
+        sums = token_sums(log)
+        self.from_start = jnp.exp(sums.prefix)[..., None]
+        self.to_end = jnp.exp(sums.suffix)[..., None]
+        self.total = sums.prefix[..., -1:]
+        between = sum(c[..., :, None] - c[..., None, :] for c in (sums.exact, sums.rest))
         self.between = jnp.exp(jnp.where(np.tri(self.size, dtype=bool), between, -jnp.inf))
 
     def scores(self, q: Array, k: Array) -> tuple[Scores, Any]:
@@ -110,6 +109,30 @@ class TokenDecay:
         # The decay of token t lies between all pairs j < t <= i.
         after = self.dot("ti,nij->ntj", jnp.tri(self.size, dtype=jnp.float32).T, (da * saved).sum(0))
         return dq, dk, jnp.where(np.tri(self.size, k=-1, dtype=bool), after, 0).sum(-1)
+
+
+class TokenSums(NamedTuple):
+    """Sums of a chunk's logs. The decay between tokens j and i is that of `exact_i - exact_j + (rest_i - rest_j)`.
+
+    Attributes:
+        prefix: through each token.
+        suffix: from behind each token.
+        exact: through each token, of the nearest multiples of the quantum; differences of these are exact.
+        rest: through each token, of what is left; it is small.
+    """
+
+    prefix: Float32[Array, "n size"]
+    suffix: Float32[Array, "n size"]
+    exact: Float32[Array, "n size"]
+    rest: Float32[Array, "n size"]
+
+
+def token_sums(log: Float32[Array, "n size"]) -> TokenSums:
+    """The sums of one log a token."""
+    exact = jnp.round(log / _QUANTUM) * _QUANTUM
+    return TokenSums(
+        lax.cumsum(log, 1), _shift(after(log, 1), 1, -1), lax.cumsum(exact, 1), lax.cumsum(log - exact, 1)
+    )
 
 
 class ChannelDecay:
@@ -196,7 +219,7 @@ def decayed(x: Array, log: Array) -> Array:
 
     The rounding of a factor near 1 would add up over thousands of chunks, a constant decay's always the same way.
     """
-    return jnp.where(log > -0.5, x + x * jnp.expm1(log), x * jnp.exp(log))
+    return jnp.where(log > WEAK, x + x * jnp.expm1(log), x * jnp.exp(log))
 
 
 def after(x: Array, axis: int) -> Array:

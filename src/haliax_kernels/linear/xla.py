@@ -70,10 +70,10 @@ def backward(
 
     def step(dstate: LinearState, of_piece: Any) -> Any:
         piece, state, *results = of_piece
-        d = _result_gradients(options, *results)
+        d = result_gradients(options, *results)
         grads, dfirst = chunked.backward(_wide(piece), state, d, dstate, layout.dot, want_log)
-        narrow = (g.astype(a.dtype) for g, a in zip(grads[:3], (x.q, x.k, x.v), strict=True))
-        return dfirst, chunked.PieceGradients(*narrow, grads.log)
+        q, k, v = (g.astype(a.dtype) for g, a in zip(grads[:3], (x.q, x.k, x.v), strict=True))
+        return dfirst, grads._replace(q=q, k=k, v=v)
 
     parts = (layout.pieces(x), residuals.starts, *layout.results(residuals, dy))
     dfirst, grads = lax.scan(step, dstate, parts, reverse=True)
@@ -116,7 +116,7 @@ def first_state_gradient(
 
     def step(dstate: LinearState, of_piece: Any) -> tuple[LinearState, None]:
         piece, *results = of_piece
-        d = _result_gradients(options, *results)
+        d = result_gradients(options, *results)
         return chunked.first_state_gradient(_wide(piece), d, dstate, layout.dot), None
 
     parts = (layout.pieces(x), *layout.results(residuals, dy))
@@ -149,7 +149,7 @@ def clamped(options: LinearOptions, normalizer: Float32[Array, "..."]) -> Float3
     return jnp.where(jnp.abs(normalizer) < options.epsilon, least, normalizer)
 
 
-def _result_gradients(
+def result_gradients(
     options: LinearOptions, dy: Array, y: Array | None, normalizer: Array | None
 ) -> chunked.ResultGradients:
     """Gradients of the sums and the normaliser from those of their quotient."""

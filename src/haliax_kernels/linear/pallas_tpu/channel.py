@@ -1,0 +1,2 @@
+class ChannelDecay:
+    def __init__(self, plan, log): raise NotImplementedError
