@@ -8,7 +8,6 @@ Float32 and bfloat16, every option. `jax.vmap` over batch and key/value heads; w
 
 from typing import Any, NamedTuple
 
-
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
@@ -17,6 +16,7 @@ from haliax_kernels.linear import decays
 from haliax_kernels.linear.contract import LinearGradients, LinearOperands, LinearOptions, LinearState
 from haliax_kernels.linear.pallas_tpu import backward as _backward
 from haliax_kernels.linear.pallas_tpu import forward as _forward
+from haliax_kernels.linear.pallas_tpu.channel import reaches
 from haliax_kernels.linear.pallas_tpu.plan import Plan, decay_operands, plan_for
 from haliax_kernels.linear.xla import first_state, result_gradients
 
@@ -98,6 +98,8 @@ def backward(
         operands["z_starts"] = residuals.z_starts
     else:
         operands["dsums"] = plan.pad(dy.astype(plan.dtype), 1)
+    if plan.want_log and plan.decay == "channel":
+        operands["reach"] = reaches(plan)
     operands |= {"s_starts": residuals.s_starts} | _transposed(dstate, "_dlast")
     found = _backward.backward(plan, operands, interpret)
     return LinearGradients(

@@ -22,7 +22,7 @@ def backward(plan: Plan, operands: dict[str, Array], interpret: bool) -> dict[st
 
     Args:
         plan: of the kernel.
-        operands: q, k, v, what `decay_operands` says; `dsums`, the gradient of `q S` (of `scale * q S` where nothing
+        operands: q, k, v, what `decay_operands` says, and `reach` for `ChannelDecay.queries`; `dsums`, the gradient of `q S` (of `scale * q S` where nothing
             is normalised); `s_starts`, and the last state's gradient `s_dlast`; if normalised also `dnormalizer`,
             `z_starts` and `z_dlast`.
         interpret: for TPU interpret mode.
@@ -31,7 +31,7 @@ def backward(plan: Plan, operands: dict[str, Array], interpret: bool) -> dict[st
         `dq`, `dk`, `dv`, `s_dfirst`, `z_dfirst` if normalised; of the logs `dlog` for channels, and for tokens `drows`
         (see `TokenRows`) and `through`.
     """
-    dtypes = {name: plan.dtype for name in ("dq", "dk", "dv")}
+    dtypes = dict.fromkeys(("dq", "dk", "dv"), plan.dtype)
     dtypes |= {f"{a}_dfirst": jnp.float32 for a in ("sz" if plan.normalize else "s")}
     if plan.want_log:
         names = ("dlog",) if plan.decay == "channel" else ("drows", "through")
@@ -47,8 +47,8 @@ def backward(plan: Plan, operands: dict[str, Array], interpret: bool) -> dict[st
         "dk_sum": (p.block, p.key),
         "dv_sum": (p.block, p.value),
     }
-    if plan.want_log:
-        scratch |= {"through_k": (p.block, p.key), "through_q": (p.block, p.key)} if p.decay == "channel" else {}
+    if plan.want_log and p.decay == "channel":
+        scratch["through_q"] = (p.block, p.key)
     outputs = pl.pallas_call(
         functools.partial(_kernel, plan, (*operands, *dtypes, *scratch)),
         grid=(plan.blocks, plan.head_blocks),
@@ -114,7 +114,7 @@ def _states(plan: Plan, r: dict[str, Any], chunks: list[Any]) -> None:
         if z is not None:
             z = decay.carry(z) + k.astype(jnp.float32).sum(0, keepdims=True)
     if plan.group > 1:
-        for name in ("ds_added", "dz_added", "dk_sum", "dv_sum", "drows", "through_k", "through_q"):
+        for name in ("ds_added", "dz_added", "dk_sum", "dv_sum", "drows", "dlog", "through_q"):
             if name in r:
                 r[name][...] = jnp.zeros_like(r[name])
 
@@ -139,7 +139,10 @@ def _queries(plan: Plan, r: dict[str, Any], decay: Any, g: int, c: int) -> None:
     dq_state = decay.from_start(dq_state, scale)
 
     if isinstance(decay, ChannelDecay):
-        dq, dk, dv = decay.queries(scale, q, k, v, dsums, dnormalizer, r, rows, dq_state)
+        dq, dk, dv, dlog = decay.queries(scale, q, k, v, dsums, dnormalizer, r.get("reach"))
+        if dlog is not None:
+            _add(plan, r["dlog"], (rows, slice(None)), dlog)
+            _add(plan, r["through_q"], (rows, slice(None)), q.astype(jnp.float32) * dq_state)
     else:
         products = dot(k, q, (1, 1))
         dscores = dot(v, dsums, (1, 1))
@@ -178,7 +181,7 @@ def _keys(plan: Plan, r: dict[str, Any], decay: Any, c: int) -> None:
             through += r["z_chunks"][c] * r["dz"][...]
         through_k = k.astype(jnp.float32) * dk_state
         if isinstance(decay, ChannelDecay):
-            decay.keys(r, rows, through_k, through)
+            r["dlog"][rows, :] += decay.of_states(r["through_q"][rows, :], through_k, through)
         else:
             r["drows"][c, 2:3] = _sum_over_lanes(plan, through_k)
             r["through"][c] = through

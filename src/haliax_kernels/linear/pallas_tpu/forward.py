@@ -6,7 +6,6 @@
 import functools
 from typing import Any
 
-
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu

@@ -119,7 +119,10 @@ def plan_for(options: LinearOptions, x: LinearOperands, *, backward: bool) -> Pl
     per_head = 6 * tokens
     per_chunk = 8 * tokens + 2 * state + (2 * tokens if decay == "channel" else 0)
     chunks = max(1, -(-length // size))
-    most = max(1, min(_CHUNKS, chunks, (_BUDGET - 8 * state) // (per_chunk + per_head)))
+    most = max(
+        1,
+        min(_CHUNKS // 2 if decay == "channel" else _CHUNKS, chunks, (_BUDGET - 8 * state) // (per_chunk + per_head)),
+    )
     blocks = -(-chunks // most)
     n = -(-chunks // blocks)
     room = (_BUDGET - 8 * state) // n - per_chunk
@@ -187,6 +190,9 @@ def spec(plan: Plan, name: str, *, reverse: bool = False) -> pl.BlockSpec:
         return pl.BlockSpec((p.block, p.value), lambda b, g: (at(b), 0))
     if name in ("rows", "drows"):
         return pl.BlockSpec((p.n, ROWS, p.size), lambda b, g: (at(b), 0, 0))
+    if name == "reach":
+        levels = p.size.bit_length() - 1
+        return pl.BlockSpec((levels, p.size, p.size), lambda b, g: (0, 0, 0))
     if name == "through":
         return pl.BlockSpec((p.n, 1, p.key), lambda b, g: (at(b), 0, 0))
     if name == "s_starts":
