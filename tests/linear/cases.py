@@ -138,9 +138,10 @@ def error(got, want, least=1e-30):
     return np.abs(got - want).max(initial=0) / max(np.abs(want).max(initial=0), least)
 
 
-def check(got, want, tolerance, least=1e-30):
+def check(got, want, tolerance, least=1e-30, **more):
+    """`more` may be a `least` of its own for a result."""
     assert got.keys() == want.keys()
-    errors = {name: error(got[name], want[name], least) for name in want}
+    errors = {name: error(got[name], want[name], more.get(name, least)) for name in want}
     assert max(errors.values()) <= tolerance, errors
 
 
@@ -150,5 +151,10 @@ def compare(name, case, x=None, tolerance=None):
     got = run(name, case.options, x, *case.cotangents())
     # Gradients by what normalised results do not depend on are 0: what a lone token's query is, say.
     least = 0.3 if case.normalize else 1e-30
-    check(got, want(case.options, x, *case.cotangents()), tolerance or TOLERANCE[case.dtype], least)
+    more = {}
+    if case.decay == "head":
+        # A sum over tokens, whose parts may cancel.
+        each = x._replace(log_decay=np.broadcast_to(x.log_decay, case.length))
+        more["dlog"] = np.abs(want(case.options, each, *case.cotangents())["dlog"]).sum()
+    check(got, want(case.options, x, *case.cotangents()), tolerance or TOLERANCE[case.dtype], least, **more)
     return got

@@ -49,7 +49,7 @@ def test_options(name, option, dtype):
 
 @pytest.mark.slow
 @every_implementation
-@settings(deadline=None, max_examples=60)
+@settings(deadline=None, max_examples=40)
 @given(
     case=st.builds(
         Case,

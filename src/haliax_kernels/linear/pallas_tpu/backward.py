@@ -22,14 +22,15 @@ def backward(plan: Plan, operands: dict[str, Array], interpret: bool) -> dict[st
 
     Args:
         plan: of the kernel.
-        operands: q, k, v, what `decay_operands` says, and `reach` for `ChannelDecay.queries`; `dsums`, the gradient of `q S` (of `scale * q S` where nothing
-            is normalised); `s_starts`, and the last state's gradient `s_dlast`; if normalised also `dnormalizer`,
-            `z_starts` and `z_dlast`.
+        operands: q, k, v, what `decay_operands` says, and `reach` for `ChannelDecay.queries`; `dsums`, the gradient of
+            `q S` (of `scale * q S` where nothing is normalised); `s_starts`, and the last state's gradient `s_dlast`;
+            if normalised also `dnormalizer`, `z_starts` and `z_dlast`.
         interpret: for TPU interpret mode.
 
     Returns:
-        `dq`, `dk`, `dv`, `s_dfirst`, `z_dfirst` if normalised; of the logs `dlog` for channels, and for tokens `drows`
-        (see `TokenRows`) and `through`.
+        `dq`, `dk`, `dv`, `s_dfirst`, `z_dfirst` if normalised; of the logs `dlog` for channels, and for tokens what
+        passed through decays: in the rows of `drows` between tokens, from the chunk's start to each token, and from
+        each token to its end; in `through` from its start to its end, but for the chunk's decay.
     """
     dtypes = dict.fromkeys(("dq", "dk", "dv"), plan.dtype)
     dtypes |= {f"{a}_dfirst": jnp.float32 for a in ("sz" if plan.normalize else "s")}

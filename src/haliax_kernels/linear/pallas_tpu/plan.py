@@ -119,10 +119,8 @@ def plan_for(options: LinearOptions, x: LinearOperands, *, backward: bool) -> Pl
     per_head = 6 * tokens
     per_chunk = 8 * tokens + 2 * state + (2 * tokens if decay == "channel" else 0)
     chunks = max(1, -(-length // size))
-    most = max(
-        1,
-        min(_CHUNKS // 2 if decay == "channel" else _CHUNKS, chunks, (_BUDGET - 8 * state) // (per_chunk + per_head)),
-    )
+    largest = _CHUNKS // 2 if decay == "channel" else _CHUNKS
+    most = max(1, min(largest, chunks, (_BUDGET - 8 * state) // (per_chunk + per_head)))
     blocks = -(-chunks // most)
     n = -(-chunks // blocks)
     room = (_BUDGET - 8 * state) // n - per_chunk
