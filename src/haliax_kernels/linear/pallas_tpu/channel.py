@@ -4,7 +4,8 @@
 """One decay a token and key channel inside a kernel: `haliax_kernels.linear.decays.ChannelDecay` for the matrix units.
 
 Each halving of the chunk is a product of whole chunks, of which the squares of that halving are taken: the matrix
-units are as fast on all of it. Which halving a pair belongs to is the highest bit in which the two tokens' numbers differ.
+units are as fast on all of it. Which halving a pair belongs to is the highest bit in which the two tokens' numbers
+differ.
 """
 
 from collections.abc import Iterator
