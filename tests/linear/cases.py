@@ -100,7 +100,7 @@ def _run(name, options, x, dy, dstate):
 def run(name, options, x, dy, dstate):
     """{result or gradient: array}"""
     (y, last), grads = _run(name, options, x, dy, dstate)
-    return _named(y, last, grads.q, grads.k, grads.v, grads.log_decay, grads.state)
+    return _named(y, last, grads.q, grads.k, grads.v, grads.log_decay, grads.state, grads.beta)
 
 
 def want(options, x, dy, dstate):
@@ -113,6 +113,7 @@ def want(options, x, dy, dstate):
         "log_decay": x.log_decay,
         "segment_ids": x.segment_ids,
         "s": state.s,
+        "beta": x.beta,
         "z": state.z,
     }
     q, k, v, dy = (np.asarray(a, np.float64) for a in (x.q, x.k, x.v, dy))
@@ -120,11 +121,11 @@ def want(options, x, dy, dstate):
     dz = np.zeros(k.shape[1]) if dstate.z is None else dstate.z
     g = recurrence_grad(q, k, v, dy, dstate.s, dz, **keywords)
     dfirst = None if x.state is None else LinearState(g.s, g.z if options.normalize else None)
-    return _named(y, LinearState(s, z if options.normalize else None), g.q, g.k, g.v, g.log_decay, dfirst)
+    return _named(y, LinearState(s, z if options.normalize else None), g.q, g.k, g.v, g.log_decay, dfirst, g.beta)
 
 
-def _named(y, last, dq, dk, dv, dlog, dfirst):
-    found = {"y": y, "s": last.s, "z": last.z, "dq": dq, "dk": dk, "dv": dv, "dlog": dlog}
+def _named(y, last, dq, dk, dv, dlog, dfirst, dbeta):
+    found = {"y": y, "s": last.s, "z": last.z, "dq": dq, "dk": dk, "dv": dv, "dlog": dlog, "dbeta": dbeta}
     if dfirst is not None:
         found |= {"ds": dfirst.s, "dz": dfirst.z}
     return {name: a for name, a in found.items() if a is not None}

@@ -57,7 +57,7 @@ def forward(
     decay = decays.of(piece.log, piece.k.shape[1], dot)
     scores, _ = decay.scores(piece.q, piece.k)
     starts, last = _states(decay, piece, state, dot)
-    q = _times(piece.q, decay.from_start)
+    q = times(piece.q, decay.from_start)
     sums = dot("gnij,nje->gnie", scores, piece.v) + dot("gnid,nde->gnie", q, starts.s)
     normalizer = None if starts.z is None else scores.sum(-1) + dot("gnid,nd->gni", q, starts.z)
     return sums, normalizer, last
@@ -98,9 +98,9 @@ def backward(
         da = da + d.normalizer[..., None]
         dq_state = dq_state + d.normalizer[..., None] * starts.z[:, None]
         dk_state = dk_state + dends.z[:, None]
-    dq_state, dk_state = _times(dq_state, decay.from_start), _times(dk_state, decay.to_end)
+    dq_state, dk_state = times(dq_state, decay.from_start), times(dk_state, decay.to_end)
     dq, dk, dlog = decay.backward(saved, q, k, da, want_log)
-    dv = dot("gnij,gnie->nje", scores, d.sums) + dot("njd,nde->nje", _times(k, decay.to_end), dends.s)
+    dv = dot("gnij,gnie->nje", scores, d.sums) + dot("njd,nde->nje", times(k, decay.to_end), dends.s)
     if dlog is not None and decay.total is not None:
         through_q, through_k = (q * dq_state).sum(0), k * dk_state
         through = jnp.einsum("nde,nde->nd", starts.s, dends.s)
@@ -113,13 +113,14 @@ def backward(
     return PieceGradients(dq + dq_state, dk + dk_state, dv, dlog), dfirst
 
 
-def _times(x: Array, decay: Array | None) -> Array:
+def times(x: Array, decay: Array | None) -> Array:
+    """`x * decay`, where None stands for 1."""
     return x if decay is None else x * decay
 
 
 def _states(decay: decays.Decay, piece: Piece, first: LinearState, dot: decays.Dot) -> tuple[LinearState, LinearState]:
     """The states at the chunks' starts, and the last one."""
-    k = _times(piece.k, decay.to_end)
+    k = times(piece.k, decay.to_end)
     added = LinearState(dot("njd,nje->nde", k, piece.v), None if first.z is None else k.sum(1))
     last, starts = lax.scan(_advance, first, (decay.total, added))
     return starts, last
@@ -129,7 +130,7 @@ def _state_gradients(
     decay: decays.Decay, piece: Piece, d: ResultGradients, last: LinearState, dot: decays.Dot
 ) -> tuple[LinearState, LinearState]:
     """The gradients by the states at the chunks' ends, and by the first one."""
-    q = _times(piece.q, decay.from_start)
+    q = times(piece.q, decay.from_start)
     dz = None if d.normalizer is None else dot("gnid,gni->nd", q, d.normalizer)
     added = LinearState(dot("gnid,gnie->nde", q, d.sums), dz)
     first, ends = lax.scan(_advance, last, (decay.total, added), reverse=True)

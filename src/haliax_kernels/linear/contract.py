@@ -10,7 +10,13 @@ With the state `S` (key, value) and, if results are normalised, `z` (key), token
     y_t = scale * q_t S_t                                           not normalised
     y_t = scale * q_t S_t / n_t,  n_t = clamp(q_t . z_t)            normalised
 
-where `clamp(n)` has n's sign (0 counts as positive) and at least the size `epsilon`; where it is in force no gradient
+With `beta` the delta rule (DeltaNet; gated with a decay: Yang et al. 2024, https://arxiv.org/abs/2412.06464, equation
+10) has in place of `v_t` what is missing to it in the state:
+
+    u_t = beta_t * (v_t - k_t (exp(log_decay_t) * S_{t-1}))
+    S_t = exp(log_decay_t) * S_{t-1} + k_t^T u_t                    never normalised
+
+`clamp(n)` has n's sign (0 counts as positive) and at least the size `epsilon`; where it is in force no gradient
 goes to the normaliser. Katharopoulos et al. 2020, https://arxiv.org/abs/2006.16236, equations 16 to 20, with a decay:
 a constant one as in RetNet (Sun et al. 2023, https://arxiv.org/abs/2307.08621), one a token as in Mamba-2 (Dao and Gu
 2024, https://arxiv.org/abs/2405.21060), one a token and key channel as in GLA (Yang et al. 2024,
@@ -82,6 +88,7 @@ class LinearOperands(NamedTuple):
         log_decay: at most 0, float32: of the head, of each token, or of each token and key channel; None for no decay.
         segment_ids: where the id changes, the state starts anew. An id that comes again later is another segment.
         state: what the first token's segment starts from, decayed by the first token's decay; None for zero.
+        beta: for the delta rule, from 0 to 1 (or to 2) for keys of length 1; None for the plain sum.
     """
 
     q: Float[Array, "group pos key"]
@@ -90,6 +97,7 @@ class LinearOperands(NamedTuple):
     log_decay: Float32[Array, ""] | Float32[Array, " pos"] | Float32[Array, "pos key"] | None = None
     segment_ids: Int32[Array, " pos"] | None = None
     state: LinearState | None = None
+    beta: Float[Array, " pos"] | None = None
 
 
 class LinearGradients(NamedTuple):
@@ -100,6 +108,7 @@ class LinearGradients(NamedTuple):
     v: Float[Array, "pos value"]
     log_decay: Float32[Array, ""] | Float32[Array, " pos"] | Float32[Array, "pos key"] | None
     state: LinearState
+    beta: Float[Array, " pos"] | None = None
 
 
 class LinearImplementation(Protocol):

@@ -61,7 +61,7 @@ def _bwd(
     if x.log_decay is not None and log_decay is None:
         log_decay = jnp.zeros_like(x.log_decay)
     state = None if x.state is None else grads.state
-    return (LinearOperands(grads.q, grads.k, grads.v, log_decay, ids, state),)  # type: ignore[arg-type]
+    return (LinearOperands(grads.q, grads.k, grads.v, log_decay, ids, state, grads.beta),)  # type: ignore[arg-type]
 
 
 _linear_attention.defvjp(_fwd, _bwd)

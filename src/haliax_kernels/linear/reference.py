@@ -22,6 +22,7 @@ class RecurrenceOptions(TypedDict, total=False):
         segment_ids: where the id changes, the state starts anew.
         s: the first state.
         z: the first state of the normaliser.
+        beta: for the delta rule.
     """
 
     scale: float
@@ -31,10 +32,11 @@ class RecurrenceOptions(TypedDict, total=False):
     segment_ids: Int[np.ndarray, " pos"] | None
     s: Float[np.ndarray, "key value"] | None
     z: Float[np.ndarray, " key"] | None
+    beta: Float[np.ndarray, " pos"] | None
 
 
 class RecurrenceGradients(NamedTuple):
-    """One gradient for each input; `log_decay` has that input's shape and is None without one."""
+    """One gradient for each input; `log_decay` and `beta` are None where that input is."""
 
     q: Float[np.ndarray, "group pos key"]
     k: Float[np.ndarray, "pos key"]
@@ -42,6 +44,7 @@ class RecurrenceGradients(NamedTuple):
     log_decay: _Decay | None
     s: Float[np.ndarray, "key value"]
     z: Float[np.ndarray, " key"]
+    beta: Float[np.ndarray, " pos"] | None
 
 
 class _Run(NamedTuple):
@@ -53,6 +56,7 @@ class _Run(NamedTuple):
     sums: Float[np.ndarray, "group pos value"]
     normalizer: Float[np.ndarray, "group pos"]
     clamped: Float[np.ndarray, "group pos"]
+    missing: Float[np.ndarray, "pos value"]
 
 
 def recurrence(
@@ -87,20 +91,28 @@ def recurrence_grad(
         dsums = dsums / run.clamped[..., None]
         active = run.clamped == run.normalizer
         dnormalizer = np.where(active, -(dsums * run.sums).sum(-1) / run.clamped, 0)
+    beta, dbeta = options.get("beta"), np.zeros(k.shape[0])
     dq, dk, dv, dlog = np.zeros(q.shape), np.zeros(k.shape), np.zeros(v.shape), np.zeros(k.shape)
     for t in reversed(range(k.shape[0])):
         ds = ds + q[:, t].T @ dsums[:, t]
         dz = dz + q[:, t].T @ dnormalizer[:, t]
         dq[:, t] = dsums[:, t] @ run.s[t + 1].T + np.outer(dnormalizer[:, t], run.z[t + 1])
-        dk[t] = ds @ v[t] + dz
-        dv[t] = k[t] @ ds
+        if beta is None:
+            dk[t] = ds @ v[t] + dz
+            dv[t] = k[t] @ ds
+        else:
+            du = k[t] @ ds
+            dbeta[t] = du @ run.missing[t]
+            dv[t] = beta[t] * du
+            dk[t] = ds @ (beta[t] * run.missing[t]) - run.decay[t] * (run.s[t] @ dv[t])
+            ds = ds - np.outer(k[t], dv[t])
         dlog[t] = run.decay[t] * ((ds * run.s[t]).sum(1) + dz * run.z[t])
         ds, dz = run.decay[t][:, None] * ds, run.decay[t] * dz
     log_decay = options.get("log_decay")
     if log_decay is not None:
         rank = np.ndim(log_decay)
         log_decay = dlog if rank == 2 else dlog.sum(1) if rank == 1 else np.asarray(dlog.sum())
-    return RecurrenceGradients(dq, dk, dv, log_decay, ds, dz)
+    return RecurrenceGradients(dq, dk, dv, log_decay, ds, dz, None if beta is None else dbeta)
 
 
 def _run(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: RecurrenceOptions) -> _Run:
@@ -114,10 +126,15 @@ def _run(q: np.ndarray, k: np.ndarray, v: np.ndarray, options: RecurrenceOptions
     s, z = np.zeros((length + 1, key, v.shape[1])), np.zeros((length + 1, key))
     for state, first in ((s, options.get("s")), (z, options.get("z"))):
         state[0] = 0 if first is None else first
+    beta, missing = options.get("beta"), np.zeros(v.shape)
     for t in range(length):
-        s[t + 1] = decay[t][:, None] * s[t] + np.outer(k[t], v[t])
+        s[t + 1] = decay[t][:, None] * s[t]
+        missing[t] = v[t] - k[t] @ s[t + 1]
+        s[t + 1] += np.outer(k[t], v[t] if beta is None else beta[t] * missing[t])
         z[t + 1] = decay[t] * z[t] + k[t]
     sums = np.einsum("gtk,tkv->gtv", q, s[1:])
     normalizer = np.einsum("gtk,tk->gt", q, z[1:])
     least = np.where(normalizer < 0, -1, 1) * options.get("epsilon", 1e-12)
-    return _Run(decay, s, z, sums, normalizer, np.where(np.abs(normalizer) >= np.abs(least), normalizer, least))
+    return _Run(
+        decay, s, z, sums, normalizer, np.where(np.abs(normalizer) >= np.abs(least), normalizer, least), missing
+    )

@@ -18,6 +18,7 @@ def step(
     k: Float[Array, " key"],
     v: Float[Array, " value"],
     log_decay: Float32[Array, ""] | Float32[Array, " key"] | None = None,
+    beta: Float[Array, ""] | None = None,
 ) -> tuple[Float[Array, "group value"], LinearState]:
     """The result of the next token, and the state after it; the same numbers as those of the parallel form.
 
@@ -30,6 +31,7 @@ def step(
         k: its key, after the feature map.
         v: its value.
         log_decay: of the token, or of each of its key channels; None for no decay.
+        beta: of the token, for the delta rule.
     """
     wide_k, wide_v, decay = k.astype(jnp.float32), v.astype(jnp.float32), None
     if log_decay is not None:
@@ -37,6 +39,8 @@ def step(
     s, z = state
     if decay is not None:
         s = (decay if decay.ndim == 0 else decay[:, None]) * s
+    if beta is not None:
+        wide_v = beta.astype(jnp.float32) * (wide_v - _dot(wide_k, s))
     s = s + wide_k[:, None] * wide_v
     y = options.scale * _dot(q, s)
     if options.normalize:

@@ -16,7 +16,8 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Float, Float32
 
-from haliax_kernels.linear import chunked, decays
+from haliax_kernels.errors import UnsupportedOptionError
+from haliax_kernels.linear import chunked, decays, delta
 from haliax_kernels.linear.contract import LinearGradients, LinearOperands, LinearOptions, LinearState
 
 # Scalar decays cost as much for large chunks as for small ones, those of channels a product for each halving.
@@ -45,14 +46,18 @@ def forward(
     """As `LinearImplementation.forward`."""
     layout = Layout.of(options, x)
 
-    def step(state: LinearState, piece: chunked.Piece) -> Any:
-        sums, normalizer, new = chunked.forward(_wide(piece), state, layout.dot)
+    def step(state: LinearState, of_piece: Any) -> Any:
+        piece, beta = of_piece
+        if beta is None:
+            sums, normalizer, new = chunked.forward(_wide(piece), state, layout.dot)
+        else:
+            (sums, new), normalizer = delta.forward(_wide(piece), beta, state, layout.dot), None
         y = options.scale * sums
         if normalizer is not None:
             y = y / clamped(options, normalizer)[..., None]
         return new, (y.astype(options.out_dtype or x.q.dtype), normalizer, state)
 
-    last, (y, normalizer, starts) = lax.scan(step, first_state(options, x), layout.pieces(x))
+    last, (y, normalizer, starts) = lax.scan(step, first_state(options, x), (layout.pieces(x), layout.betas(x)))
     y, normalizer = layout.joined(y, 1), None if normalizer is None else layout.joined(normalizer, 1)
     return y, last, Residuals(starts, None if normalizer is None else y, normalizer) if residuals else None
 
@@ -69,14 +74,19 @@ def backward(
     want_log = options.decay_gradient and x.log_decay is not None
 
     def step(dstate: LinearState, of_piece: Any) -> Any:
-        piece, state, *results = of_piece
+        piece, beta, state, *results = of_piece
         d = result_gradients(options, *results)
-        grads, dfirst = chunked.backward(_wide(piece), state, d, dstate, layout.dot, want_log)
+        if beta is None:
+            grads, dfirst = chunked.backward(_wide(piece), state, d, dstate, layout.dot, want_log)
+            dbeta = None
+        else:
+            _, pullback = jax.vjp(partial(delta.forward, dot=layout.dot), _wide(piece), beta, state)
+            grads, dbeta, dfirst = pullback((d.sums, dstate))
         q, k, v = (g.astype(a.dtype) for g, a in zip(grads[:3], (x.q, x.k, x.v), strict=True))
-        return dfirst, grads._replace(q=q, k=k, v=v)
+        return dfirst, (chunked.PieceGradients(q, k, v, grads.log if want_log else None), dbeta)
 
-    parts = (layout.pieces(x), residuals.starts, *layout.results(residuals, dy))
-    dfirst, grads = lax.scan(step, dstate, parts, reverse=True)
+    parts = (layout.pieces(x), layout.betas(x), residuals.starts, *layout.results(residuals, dy))
+    dfirst, (grads, dbeta) = lax.scan(step, dstate, parts, reverse=True)
     dlog = None if grads.log is None else layout.joined(grads.log, 0)
     return LinearGradients(
         layout.joined(grads.q, 1),
@@ -84,6 +94,7 @@ def backward(
         layout.joined(grads.v, 0),
         decays.per_operand(dlog, x.log_decay, x.segment_ids),
         dfirst,
+        None if x.beta is None or dbeta is None else layout.joined(dbeta, 0).astype(x.beta.dtype),
     )
 
 
@@ -92,6 +103,7 @@ def final_state(options: LinearOptions, x: LinearOperands) -> LinearState:
 
     With `x.state` None it is what these tokens add to the state, for `haliax_kernels.linear.state`.
     """
+    _refuse_beta(x)
     layout = Layout.of(options, x)
 
     def step(state: LinearState, piece: chunked.Piece) -> tuple[LinearState, None]:
@@ -112,6 +124,7 @@ def first_state_gradient(
 
     With `dstate` None it is what these tokens add to the state's gradient, for `haliax_kernels.linear.state`.
     """
+    _refuse_beta(x)
     layout = Layout.of(options, x)
 
     def step(dstate: LinearState, of_piece: Any) -> tuple[LinearState, None]:
@@ -121,6 +134,11 @@ def first_state_gradient(
 
     parts = (layout.pieces(x), *layout.results(residuals, dy))
     return lax.scan(step, zero_state(options, x) if dstate is None else dstate, parts, reverse=True)[0]
+
+
+def _refuse_beta(x: LinearOperands) -> None:
+    if x.beta is not None:
+        raise UnsupportedOptionError("beta: what the delta rule makes of a state is more than a decay and a sum.")
 
 
 # --- what the implementations share ----------------------------------------------------------------------------------
@@ -136,6 +154,8 @@ def zero_state(options: LinearOptions, x: LinearOperands) -> LinearState:
 
 def first_state(options: LinearOptions, x: LinearOperands) -> LinearState:
     """The operands' state, or zero."""
+    if x.beta is not None and options.normalize:
+        raise UnsupportedOptionError("normalize: results of the delta rule have no normaliser; pass normalize=False.")
     if x.state is None:
         return zero_state(options, x)
     if (x.state.z is None) == options.normalize:
@@ -211,6 +231,10 @@ class Layout:
         x = jnp.moveaxis(x, 0, axis)
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 3 :])
         return lax.slice_in_dim(x, 0, self.length, axis=axis)
+
+    def betas(self, x: LinearOperands) -> Float32[Array, "count n size"] | None:
+        """Of all pieces; padding writes nothing."""
+        return None if x.beta is None else self.cut(x.beta.astype(jnp.float32), 0)
 
     def pieces(self, x: LinearOperands) -> chunked.Piece:
         """All pieces; padding adds nothing to the state and lets it be."""

@@ -145,6 +145,8 @@ def _check(options: LinearOptions, x: LinearOperands) -> None:
                 f"{name}: the Pallas TPU linear attention takes float32 or bfloat16, the same for q, k and v, got "
                 f"{a.dtype}; cast it, or use implementation='xla'."
             )
+    if x.beta is not None:
+        raise UnsupportedOptionError("beta: the Pallas TPU kernels have no delta rule; use implementation='xla'.")
     if options.chunk_size is not None and options.chunk_size < _LEAST_CHUNK:
         raise UnsupportedOptionError(
             f"chunk_size={options.chunk_size}: the Pallas TPU linear attention needs {_LEAST_CHUNK} or more."
