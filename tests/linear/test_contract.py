@@ -17,6 +17,10 @@ from haliax_kernels.linear.differentiable import linear_attention
 from linear.cases import IMPLEMENTATIONS, Case, check, compare, error, run, want
 
 every_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
+# Interpret mode takes seconds for what the options' tests have not already shown.
+interpreted_is_slow = pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "pallas_tpu" else []) for n in IMPLEMENTATIONS]
+)
 DECAYS = (None, "head", "token", "channel")
 
 OPTIONS = {
@@ -89,7 +93,7 @@ def _logs(kind, *shape):
 
 @pytest.mark.parametrize("kind", ["decay 1", "decay 0", "some decay 0", "-80", "-80 and weak"])
 @pytest.mark.parametrize("decay", ["head", "token", "channel"])
-@every_implementation
+@interpreted_is_slow
 def test_hard_decays(name, decay, kind):
     """Gradients by logs of -80 are 1e-35 of the others', and held to the same relative error."""
     case = Case(length=150, decay=decay, chunk_size=64, state=True)
@@ -102,7 +106,7 @@ def test_hard_decays(name, decay, kind):
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@every_implementation
+@interpreted_is_slow
 def test_equal_keys(name, decay):
     """Normalised, the results are means whatever the queries are, whose gradients are 0."""
     case = Case(length=100, decay=decay)
@@ -118,13 +122,13 @@ def test_equal_keys(name, decay):
 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", [1, 3])
-@every_implementation
+@interpreted_is_slow
 def test_less_than_a_chunk(name, length, decay):
     compare(name, Case(length=length, decay=decay, normalize=True, state=True, chunk_size=None))
 
 
 @pytest.mark.parametrize("decay", DECAYS)
-@every_implementation
+@interpreted_is_slow
 def test_segments_of_one_token(name, decay):
     case = Case(length=40, decay=decay, normalize=True, state=True)
     x = case.operands()
@@ -133,7 +137,7 @@ def test_segments_of_one_token(name, decay):
     np.testing.assert_allclose(got["y"][:, 1:], case.scale * np.broadcast_to(x.v, got["y"].shape)[:, 1:], rtol=1e-5)
 
 
-@every_implementation
+@interpreted_is_slow
 def test_strong_decay_of_a_whole_chunk(name):
     """64 tokens of log decay -20, then none, as in flash-linear-attention's issue 77."""
     for dtype in ("float32", "bfloat16"):
@@ -145,7 +149,7 @@ def test_strong_decay_of_a_whole_chunk(name):
             compare(name, case, x._replace(log_decay=log))
 
 
-@every_implementation
+@interpreted_is_slow
 def test_small_normaliser(name):
     """Sums of 1e-7 that are all there is, and sums of exactly 0 with a gradient."""
     case = Case(length=40, normalize=True)
@@ -159,7 +163,7 @@ def test_small_normaliser(name):
     assert all(np.isfinite(a).all() for a in got.values())
 
 
-@every_implementation
+@interpreted_is_slow
 def test_normaliser_of_either_sign(name):
     """Quotients of a few hundred; the error may grow as they do."""
     case = Case(length=300, epsilon=1e-3, scale=1.0)
@@ -197,7 +201,7 @@ def test_vmap_of_a_shared_operand(name):
         assert error(grads.log_decay[h], wanted["dlog"]) < 2e-5
 
 
-@every_implementation
+@interpreted_is_slow
 def test_decay_without_a_gradient(name):
     case = Case(decay="token")
     options = dataclasses.replace(case.options, decay_gradient=False)
