@@ -156,6 +156,6 @@ def compare(name, case, x=None, tolerance=None):
     if case.decay == "head":
         # A sum over tokens, whose parts may cancel.
         each = x._replace(log_decay=np.broadcast_to(x.log_decay, case.length))
-        more["dlog"] = np.abs(want(case.options, each, *case.cotangents())["dlog"]).sum()
+        more["dlog"] = max(np.abs(want(case.options, each, *case.cotangents())["dlog"]).sum(), 1e-30)
     check(got, want(case.options, x, *case.cotangents()), tolerance or TOLERANCE[case.dtype], least, **more)
     return got
