@@ -21,7 +21,8 @@ pytestmark = pytest.mark.levanter
         ),
         (
             {"implementation": "Splosh"},
-            "kernels.implementation: unknown value 'Splosh'; did you mean 'splash'? allowed: null, pallas_tpu, splash, xla.",
+            "kernels.implementation: unknown value 'Splosh'; did you mean 'splash'? allowed: null, pallas_tpu, "
+            "splash, xla.",
         ),
         ({"context_parallel": "ring"}, "kernels.context_parallel: unknown value 'ring'; allowed: auto, error."),
         (
