@@ -164,7 +164,7 @@ def test_rows_that_see_nothing():
 def test_sharded_axes_that_must_be_whole(axis):
     q, k, v = arrays()
     with jax.set_mesh(make_mesh(context=4)), hax.axis_mapping({axis: "context"}), pytest.raises(ShardedAxisError) as e:
-        flash_attention(Pos, KPos, D, q, k, v)
+        flash_attention(Pos, KPos, D, q, k, v, context_parallel="error")
     for text in ("flash_attention", repr(axis), "'context' (4 devices)", "hax.axis_mapping", f'"{axis}": None'):
         assert text in str(e.value)
 
@@ -208,11 +208,6 @@ def test_an_option_that_the_forced_implementation_lacks_is_named(option):
     with pytest.raises(UnsupportedOptionError, match=f"'splash'.*{option}") as e:
         flash_attention(Pos, KPos, D, *arrays(), **OPTIONS[option], implementation="splash")
     assert isinstance(e.value, NotImplementedError)
-
-
-def test_context_parallel_is_refused_by_name():
-    with pytest.raises(UnsupportedOptionError, match="context_parallel='ring'"):
-        flash_attention(Pos, KPos, D, *arrays(), context_parallel="ring")
 
 
 def test_no_implementation_says_why_each_cannot(monkeypatch):

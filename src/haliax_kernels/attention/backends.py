@@ -5,6 +5,7 @@
 
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -146,12 +147,15 @@ def _with_contract(module: str) -> Callable[[Layout], Callable[..., Any]]:
         if strategy is None:
             return flash_attention
 
-        # The mesh axes are known from the strategy; that there is a `shard` lets the plan be `Manual`.
-        def flash_attention_of_shards(*args: Any, shard: ShardContext, **kwargs: Any) -> Any:
+        # The mesh axes are known from the strategy; a kernel with `Manual` axes must take `shard` all the same.
+        def of_shards(*args: Any, shard: ShardContext, **kwargs: Any) -> Any:
             del shard
             return flash_attention(*args, **kwargs)
 
-        return flash_attention_of_shards
+        signature = inspect.signature(flash_attention)
+        shard = inspect.Parameter("shard", inspect.Parameter.KEYWORD_ONLY)
+        of_shards.__signature__ = signature.replace(parameters=[*signature.parameters.values(), shard])
+        return of_shards
 
     return make
 

@@ -3,6 +3,8 @@
 
 """`flash_attention`: the public operation, on NamedArrays and any mesh."""
 
+import functools
+import logging
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -23,6 +25,8 @@ from haliax_kernels.context.strategy import LAYOUTS, ContextParallel
 from haliax_kernels.errors import ArgumentError, BindingError, UnsupportedOptionError
 from haliax_kernels.kernel import NamedKernel
 from haliax_kernels.plan import KernelPlan
+
+logger = logging.getLogger(__name__)
 
 SequenceLayout = Literal["contiguous", "zigzag"]
 
@@ -263,7 +267,7 @@ def _prepare(
         q, scale = (query * scale).astype(dtype), 1.0
     options = AttentionOptions(float(scale), parts.left, parts.right, logits_soft_cap, float(dropout), block_sizes)
     mask_array, bias_array = (_over_positions(x, (q_axis, k_axis), group) for x in (parts.explicit, bias))
-    layout = Layout(return_lse, *(_has(x, group) for x in (mask_array, bias_array)))
+    layout = Layout(return_lse, _has(mask_array, group), _has(bias_array, group))
     arguments = [q, k, v, parts.q_segment_ids, parts.k_segment_ids, mask_array, bias_array]
     arguments.append(_seeds(dropout, prng, query, (q_pos, head)))
     arguments += [None if attn_sink is None else _broadcast(attn_sink, group), parts.q_offset]
@@ -291,7 +295,14 @@ def _prepare(
     if heads is not None:
         axes["heads"] = heads
         arguments[8] = None if attn_sink is None else _broadcast(arguments[8], (query.resolve_axis(heads),))
-    return _Prepared(kernel, tuple(arguments), options, axes, q_axis, k_axis, note(strategy, context_parallel))
+    text = note(strategy, context_parallel)
+    _log_once(f"flash_attention: {text}")
+    return _Prepared(kernel, tuple(arguments), options, axes, q_axis, k_axis, text)
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.info(message)
 
 
 def _broadcast(x: NamedArray, axes: Sequence[haliax.Axis]) -> NamedArray:

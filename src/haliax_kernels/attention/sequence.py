@@ -12,9 +12,10 @@ from typing import Any
 import haliax
 from haliax import Axis
 
+from haliax_kernels import _compat
 from haliax_kernels.attention.contract import AttentionOptions
 from haliax_kernels.context.strategy import ContextParallel, SequenceCall, Strategy, choose
-from haliax_kernels.mesh import AxisMapping, as_mesh_axes
+from haliax_kernels.mesh import as_mesh_axes
 from haliax_kernels.plan import AxisPlan, InputPlan, KernelPlan
 
 
@@ -25,7 +26,7 @@ def keys_beside_queries(q_pos: Axis, k_pos: Axis) -> Iterator[None]:
     Models rename `position` just before attention, and axis mappings do not know the new name. Keys that the mesh axes
     do not divide are left whole.
     """
-    mapping: AxisMapping = haliax.partitioning.current_thread_local_mapping() or {}
+    mapping: Any = haliax.partitioning.current_thread_local_mapping() or {}
     mesh_axes = as_mesh_axes(mapping.get(q_pos.name))
     if not mesh_axes or k_pos.name in mapping or k_pos.size % _devices(mesh_axes):
         yield
@@ -35,8 +36,6 @@ def keys_beside_queries(q_pos: Axis, k_pos: Axis) -> Iterator[None]:
 
 
 def _devices(mesh_axes: tuple[str, ...]) -> int:
-    from haliax_kernels import _compat
-
     mesh = _compat.context_mesh() or _compat.legacy_mesh()
     return math.prod(mesh.shape.get(m, 1) for m in mesh_axes) if mesh is not None else 1
 

@@ -3,9 +3,8 @@
 
 """Attention on the shards of a sequence: the modes put together."""
 
-from typing import cast
-
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
 from haliax_kernels.attention.contract import AttentionImplementation, AttentionOperands, AttentionOptions
@@ -76,10 +75,11 @@ def _without_ulysses(
     def entered(v: jax.Array | None, dim: int) -> jax.Array | None:
         return None if v is None else enter(v, mesh_axes, dim)
 
+    kv, size = enter(jnp.concatenate([x.k, x.v], axis=-1), mesh_axes, 0), x.k.shape[-1]
     x = x._replace(
-        q=cast(jax.Array, entered(x.q, 1)),
-        k=cast(jax.Array, entered(x.k, 0)),
-        v=cast(jax.Array, entered(x.v, 0)),
+        q=enter(x.q, mesh_axes, 1),
+        k=kv[:, :size],
+        v=kv[:, size:],
         q_segment_ids=entered(x.q_segment_ids, 0),
         mask=entered(x.mask, 1),
         bias=entered(x.bias, 1),

@@ -66,7 +66,8 @@ class Ring:
                 operands = tour.block(a, b, kv, source, hops)
 
                 def compute(so_far: Any, operands: AttentionOperands = operands) -> Any:
-                    return merge(*so_far, *self.base.forward(block_options, operands))
+                    o, lse = self.base.forward(block_options, operands)
+                    return merge(so_far[0], so_far[1], o, lse)
 
                 carry[a] = tour.where_seen(a, b, source, hops, compute, carry[a])
             return carry
@@ -119,7 +120,7 @@ class Ring:
                     dq, dbias, share = so_far
                     rows = tour.work.q.local(a)
                     found = self.base.backward(block_options, operands, lse[:, rows], do[:, rows], delta[:, rows])
-                    if dbias is not None:
+                    if dbias is not None and found.bias is not None:
                         at = (0, 0, tour.column(b, source))
                         dbias = lax.dynamic_update_slice(dbias, found.bias, at)
                     return dq + found.q, dbias, share + jnp.concatenate([found.k, found.v], axis=-1)

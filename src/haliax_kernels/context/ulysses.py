@@ -5,6 +5,7 @@
 https://arxiv.org/abs/2309.14509)."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -50,8 +51,8 @@ def attention(
     def all_rows(ids: jax.Array | None) -> jax.Array | None:
         if ids is None:
             return None
-        ids = lax.all_gather(ids, mesh_axes, tiled=True)
-        return natural(ids, shards, 0) if zigzag else ids
+        whole: jax.Array = lax.all_gather(ids, mesh_axes, tiled=True)
+        return natural(whole, shards, 0) if zigzag else whole
 
     size = x.k.shape[-1]
     kv = to_heads(jnp.concatenate([x.k, x.v], axis=-1), 1)
@@ -63,8 +64,8 @@ def attention(
         k_segment_ids=all_rows(x.k_segment_ids),
         seed=own_heads(x.seed),
     )
-    per_head = AttentionOperands(*(0 if name in ("q", "k", "v", "seed") else None for name in x._fields))
-    fields = AttentionOperands(*(None if v is None else at for v, at in zip(whole, per_head, strict=True)))
+    at: dict[str, Any] = {n: 0 if n in ("q", "k", "v", "seed") else None for n in whole._fields}
+    places = AttentionOperands(**at)
     static = isinstance(x.q_offset, int)
 
     def one(operands: AttentionOperands, sink: jax.Array | None) -> tuple[jax.Array, jax.Array]:
@@ -72,5 +73,5 @@ def attention(
         return one_head(operands._replace(q_offset=x.q_offset if static else operands.q_offset, k_offset=0), sink)
 
     own_sink = own_heads(sink)
-    o, lse = jax.vmap(one, (fields, None if sink is None else 0))(whole, own_sink)
+    o, lse = jax.vmap(one, (places, None if sink is None else 0))(whole, own_sink)
     return to_rows(o), to_rows(lse)
