@@ -343,7 +343,7 @@ def big_plan(mask=None, length=65536, heads=8, mapping=None, **options):
         (AttentionMask.causal(), 65536, 8, "zigzag over context; the mask is causal"),
         (None, 65536, 8, "ring over context; every query sees all keys"),
         (AttentionMask.causal(), 8 * 1023, 3, "ring over context; 1023 rows on a device cannot be halved"),
-        (AttentionMask.causal(sliding_window=8193), 65536, 8, "ring over context; the mask lets a query see no further"),
+        (AttentionMask.causal(sliding_window=8193), 65536, 8, "ring over context; the mask lets a query see no"),
         (AttentionMask.causal(), 4096, 8, "ulysses over context; moves"),
         (AttentionMask.causal(), 4096, 4, "zigzag over context; the mask is causal"),
         (AttentionMask.causal(), 128, 4, "allgather over context; all keys and values of a device's heads are 262"),
