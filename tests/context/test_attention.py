@@ -4,6 +4,9 @@
 """Attention over a sharded sequence against float64 attention on the whole one: values and gradients."""
 
 import dataclasses
+import importlib.util
+import pathlib
+import sys
 from typing import Any
 
 import haliax as hax
@@ -12,6 +15,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from haliax import Axis
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from haliax_kernels import (
     ArgumentError,
@@ -272,7 +277,8 @@ def test_every_feature(mode, feature):
 @pytest.mark.slow
 @pytest.mark.parametrize("feature", FEATURES)
 def test_every_feature_in_zigzag(feature):
-    check(Case(mode="zigzag", **FEATURES[feature]))
+    shards = 4 if feature in ("causal", "segments", "dropout") else 2
+    check(Case(mode="zigzag", mesh=(("context", shards),), **FEATURES[feature]))
 
 
 def counted(*texts):
@@ -375,10 +381,17 @@ MESHES = [
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("explicit", [False, True])
-@pytest.mark.parametrize("mode", ["ring", "zigzag", "allgather", "ulysses"])
-@pytest.mark.parametrize(("mesh", "mapping"), MESHES, ids=["2", "4", "2x2", "swapped", "group"])
-def test_meshes(mesh, mapping, mode, explicit):
+@pytest.mark.parametrize(
+    ("which", "mode", "explicit"),
+    [
+        *((which, "ring", which % 2 == 0) for which in range(5)),
+        *((which, "allgather", which % 2 == 1) for which in range(5)),
+        *((which, "ulysses", explicit) for which, explicit in ((1, False), (2, True), (3, False), (4, True))),
+        *((which, "zigzag", explicit) for which, explicit in ((2, False), (3, True))),
+    ],
+)
+def test_meshes(which, mode, explicit):
+    mesh, mapping = MESHES[which]
     heads = 8 if mode == "ulysses" else 2
     case = Case(
         mode=mode, mesh=mesh, mapping=mapping, batch=2, heads=heads, explicit=explicit, ids=True, sink=True, right=0
@@ -497,6 +510,77 @@ class TestRefusals:
     def test_head_size(self):
         case = Case(mapping=(("position", "context"), ("head_size", "model")), mesh=(("context", 2), ("model", 2)))
         self.refuses(case, ShardedAxisError, "'head_size'")
+
+
+@pytest.mark.slow
+def test_combinations():
+    """Any mode, mesh, mask and grouping; few examples, since each is compiled."""
+
+    @settings(max_examples=12, deadline=None, derandomize=True)
+    @given(
+        mode=st.sampled_from(["ring", "zigzag", "allgather", "ulysses", "auto"]),
+        mesh=st.sampled_from([*MESHES, ((("context", 8),), (("position", "context"),))]),
+        rows=st.tuples(st.sampled_from([2, 4, 6]), st.sampled_from([2, 4, 10])),
+        window=st.sampled_from([(None, None), (None, 0), (None, 7), (6, 0), (11, 11), (0, 0)]),
+        flags=st.fixed_dictionaries({n: st.booleans() for n in ("ids", "sink", "bias", "mask", "explicit")}),
+        numbers=st.fixed_dictionaries(
+            {
+                "soft_cap": st.sampled_from([None, 1.5]),
+                "dropout": st.sampled_from([0.0, 0.25]),
+                "seed": st.integers(0, 99),
+            }
+        ),
+        group=st.sampled_from([2, 4]),
+    )
+    def run(mode, mesh, rows, window, flags, numbers, group):
+        sizes, mapping = mesh
+        n = int(np.prod([n for m, n in sizes if m in str(dict(mapping)["position"])]))
+        if mode == "ulysses":
+            flags |= {"bias": False, "mask": False}
+        q_len, k_len = (n * r for r in rows)
+        left, right = window
+        check(
+            Case(
+                mode=mode, mesh=sizes, mapping=mapping, batch=2, heads=16 if mode == "ulysses" else 2, group=group,
+                q_len=q_len, k_len=k_len, left=left, right=right, **flags, **numbers,
+            )
+        )  # fmt: skip
+
+    run()
+
+
+@pytest.mark.parametrize(("layout", "needed", "path"), [("contiguous", 36, 8), ("zigzag", 34, 4.25)])
+def test_every_pair_of_blocks_is_computed_once(layout, needed, path):
+    """Counted while eight devices run, causal: in both directions what the mask leaves, in half blocks for zigzag."""
+    ring = load_benchmark("ring")
+    for phase in ("forward", "backward"):
+        found = ring.count_pairs(8, layout, phase)
+        assert sum(found.values()) == needed
+    assert ring.critical_path(8, layout == "zigzag") == path
+    if layout == "zigzag":
+        assert set(found.values()) == {4.25}  # all devices do the same
+
+
+def load_benchmark(name):
+    path = pathlib.Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.tpu_compile
+@pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
+@pytest.mark.parametrize("mode", ["ring", pytest.param("zigzag", marks=pytest.mark.slow)])
+def test_compiled_for_tpus_transfers_run_beside_blocks(mode):
+    """Sixteen TPUs; every transfer but those that nothing is left to hide is under way while a block is computed."""
+    ring = load_benchmark("ring")
+    few, many = (ring.tpu_program("v5e:4x4", mode, n, 512 * n) for n in (4, 16))
+    assert many["transfers"] == few["transfers"] and many["program_bytes"] < 1.05 * few["program_bytes"]
+    exchanges = 12 if mode == "zigzag" else 0  # on entry and exit, forward and backward
+    home = 1
+    assert many["around_a_block"] == many["transfers"] - exchanges - home
 
 
 def test_labels_positions_and_ids_move_together():
