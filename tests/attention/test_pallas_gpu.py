@@ -1,0 +1,324 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The GPU attention kernels: numbers in Pallas' interpreter against float64, and lowering for CUDA.
+
+The oracle below is this file's own: dense, float64, every option, gradients by formula; dropout's hash is written out
+again in NumPy. The number of positions is small and no multiple of the blocks, which are the smallest there are.
+"""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AbstractDevice, AbstractMesh
+
+from haliax_kernels.attention.block_sizes import BlockSizes
+from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
+from haliax_kernels.attention.pallas_gpu import PallasGpu, backward, forward
+from haliax_kernels.errors import ArgumentError, UnsupportedOptionError
+
+INTERPRETED = PallasGpu(interpret=True)
+BLOCKS = BlockSizes(q=16, k=16)
+TRITON = "__gpu$xla.gpu.triton"
+
+
+def mix(x):
+    x = np.asarray(x, np.uint64)
+    for shift, factor in ((16, 0x7FEB352D), (15, 0x846CA68B)):
+        x = ((x ^ (x >> np.uint64(shift))) * np.uint64(factor)) & np.uint64(0xFFFFFFFF)
+    return x ^ (x >> np.uint64(16))
+
+
+def dropped(seed, i, j, rate):
+    """What dropout multiplies probabilities by: (group, q, k)."""
+    row = mix(mix(seed)[:, None, None] ^ mix(i % 2**32)[None, :, None])
+    column = mix((j % 2**32 + 0x9E3779B9) % 2**32)[None, None, :]
+    return (mix(row ^ column) >> np.uint64(8) >= round(rate * 2**24)) / (1 - rate)
+
+
+def oracle(options, x, do, dlse):
+    """(o, lse, dq, dk, dv, dbias) in float64; what is hidden is never multiplied."""
+    q, k, v, do, dlse = (np.asarray(a, np.float64) for a in (x.q, x.k, x.v, do, dlse))
+    i, j = (np.arange(len(a), dtype=np.int64) + int(o) for a, o in ((q[0], x.q_offset), (k, x.k_offset)))
+    seen = np.ones((q.shape[0], len(i), len(j)), bool)
+    if options.left is not None:
+        seen &= j[None, :] >= i[:, None] - options.left
+    if options.right is not None:
+        seen &= j[None, :] <= i[:, None] + options.right
+    if x.q_segment_ids is not None:
+        seen &= np.asarray(x.q_segment_ids)[:, None] == np.asarray(x.k_segment_ids)[None, :]
+    if x.mask is not None:
+        seen &= np.asarray(x.mask)
+    rows, columns = seen.any(-1), seen.any((0, 1))
+    q, do = np.where(rows[..., None], q, 0), np.where(rows[..., None], do, 0)
+    k, v = np.where(columns[:, None], k, 0), np.where(columns[:, None], v, 0)
+    dlse = np.where(rows, dlse, 0)
+    s = options.scale * q @ k.T
+    if x.bias is not None:
+        s = s + np.asarray(x.bias, np.float64)
+    slope = np.ones_like(s)
+    if options.soft_cap is not None:
+        slope = 1 - np.tanh(s / options.soft_cap) ** 2
+        s = options.soft_cap * np.tanh(s / options.soft_cap)
+    s = np.where(seen, s, -np.inf)
+    largest = s.max(-1, initial=-np.inf)
+    weights = np.exp(s - np.where(largest == -np.inf, 0, largest)[..., None])
+    total = weights.sum(-1)
+    p = weights / np.where(total == 0, 1, total)[..., None]
+    with np.errstate(divide="ignore"):
+        lse = np.where(total == 0, -np.inf, largest + np.log(total))
+    z = dropped(np.asarray(x.seed), i, j, options.dropout) if options.dropout else np.ones_like(p)
+    o = (p * z) @ v
+    ds = p * (z * (do @ v.T) - (do * o).sum(-1, keepdims=True) + dlse[..., None]) * np.where(seen, slope, 0)
+    dbias = None if x.bias is None else ds.sum(0, keepdims=True) if x.bias.shape[0] == 1 else ds
+    dk, dv = options.scale * np.einsum("gqk,gqd->kd", ds, q), np.einsum("gqk,gqd->kd", p * z, do)
+    return o, lse, options.scale * ds @ k, dk, dv, dbias
+
+
+def operands(group=2, q_len=40, k_len=56, key=16, value=16, dtype=jnp.float32, seed=0, **others):
+    rng = np.random.default_rng(seed)
+    shapes = ((group, q_len, key), (k_len, key), (k_len, value))
+    return AttentionOperands(*(jnp.asarray(rng.normal(size=s), dtype) for s in shapes), **others)
+
+
+def cotangents(x, seed=1):
+    rng = np.random.default_rng(seed)
+    shape = (*x.q.shape[:2], x.v.shape[1])
+    return jnp.asarray(rng.normal(size=shape), x.q.dtype), jnp.asarray(rng.normal(size=shape[:2]), jnp.float32)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 2))
+def both(options, x, static_offsets, do, dlse):
+    """(o, lse, dq, dk, dv, dbias) of the kernels."""
+    if static_offsets is not None:
+        x = x._replace(q_offset=static_offsets[0], k_offset=static_offsets[1])
+    o, lse = INTERPRETED.forward(options, x)
+    delta = jnp.sum(do.astype(jnp.float32) * o.astype(jnp.float32), -1) - dlse
+    return o, lse, *INTERPRETED.backward(options, x, lse, do, delta)
+
+
+def check(options, x, *, traced=False, tolerance=2e-5, do=None):
+    options = dataclasses.replace(options, block_sizes=BLOCKS)
+    given, dlse = cotangents(x)
+    do = given if do is None else do
+    ours = both(options, x, None if traced else (x.q_offset, x.k_offset), do, dlse)
+    theirs = oracle(options, x, do, dlse)
+    for name, a, b in zip(("o", "lse", "dq", "dk", "dv", "dbias"), ours, theirs, strict=True):
+        assert (a is None) == (b is None), name
+        if b is None:
+            continue
+        a, finite = np.asarray(a, np.float64), np.isfinite(b)
+        np.testing.assert_array_equal(a[~finite], b[~finite], err_msg=name)
+        scale = max(np.abs(b[finite]).max(initial=0), 1e-30)
+        np.testing.assert_allclose(a[finite] / scale, b[finite] / scale, rtol=0, atol=tolerance, err_msg=name)
+    return ours
+
+
+def ids(*lengths, values=None):
+    return jnp.asarray(np.repeat(np.arange(len(lengths)) if values is None else values, lengths), jnp.int32)
+
+
+def random(shape, seed=3):
+    return np.random.default_rng(seed).normal(size=shape)
+
+
+MASK = np.array(random((1, 40, 56)) > 0.5)
+MASK[0, 5] = MASK[0, :, 7] = False
+BIAS = random((2, 40, 56), 4)
+BIAS[0, 3] = BIAS[1, :, 20] = -np.inf
+SEEDS = jnp.asarray([7, 4000000000], jnp.uint32)
+SEGMENTS = {"q_segment_ids": ids(5, 20, 15), "k_segment_ids": ids(5, 30, 21, values=(0, 1, 3))}
+CASES = {
+    "plain": (AttentionOptions(scale=0.3), {}),
+    "causal": (AttentionOptions(scale=0.3, right=0), {}),
+    "window": (AttentionOptions(scale=0.3, left=20, right=3), {"q_offset": 1000, "k_offset": 990}),
+    "left": (AttentionOptions(scale=0.3, left=9), {"q_offset": 70}),  # some see nothing
+    "after": (AttentionOptions(scale=0.3, left=-2, right=2**31 + 5), {}),
+    "segments": (AttentionOptions(scale=0.3), SEGMENTS),
+    "mask": (AttentionOptions(scale=0.3), {"mask": jnp.asarray(MASK)}),
+    "bias": (AttentionOptions(scale=0.3), {"bias": jnp.asarray(BIAS, jnp.float32)}),
+    "shared bias": (AttentionOptions(scale=0.3, right=0), {"bias": jnp.asarray(random((1, 40, 56)), jnp.bfloat16)}),
+    "soft cap": (AttentionOptions(scale=0.3, soft_cap=0.7), {}),
+    "dropout": (AttentionOptions(scale=0.3, dropout=0.3), {"seed": SEEDS, "q_offset": 5, "k_offset": 3}),
+    "all": (
+        AttentionOptions(scale=0.3, left=30, right=8, soft_cap=2.0, dropout=0.2),
+        {**SEGMENTS, "mask": jnp.asarray(MASK), "bias": jnp.asarray(BIAS, jnp.float32), "seed": SEEDS, "q_offset": 2},
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_values_and_gradients(case):
+    options, others = CASES[case]
+    check(options, operands(**others))
+
+
+def test_sizes_that_fill_no_block():
+    check(AttentionOptions(scale=0.3, right=0), operands(1, 19, 5, key=20, value=7))
+
+
+def test_traced_offsets():
+    # One program for all: what is hidden is known at run time only.
+    for q_offset, k_offset in ((0, 0), (40, 0), (0, 50), (2**31 - 100, 2**31 - 110)):
+        offsets = {"q_offset": jnp.int32(q_offset), "k_offset": jnp.int32(k_offset)}
+        check(AttentionOptions(scale=0.3, left=25, right=0), operands(**offsets), traced=True)
+
+
+def test_parts_of_the_keys_make_up_the_whole():
+    options = AttentionOptions(scale=0.3, right=0, dropout=0.2, block_sizes=BLOCKS)
+    x = operands(k_len=48, q_offset=8, seed=SEEDS)
+    do, dlse = cotangents(x)
+    o, lse, dq, dk, dv, _ = both(options, x, (8, 0), do, dlse)
+    parts = [x._replace(k=x.k[a : a + 24], v=x.v[a : a + 24]) for a in (0, 24)]
+    delta = jnp.sum(do * o, -1) - dlse
+    grads = [
+        INTERPRETED.backward(options, part._replace(k_offset=a), lse, do, delta)
+        for a, part in zip((0, 24), parts, strict=True)
+    ]
+    np.testing.assert_allclose(grads[0].q + grads[1].q, dq, atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate([g.k for g in grads]), dk, atol=1e-5)
+    np.testing.assert_allclose(jnp.concatenate([g.v for g in grads]), dv, atol=1e-5)
+
+
+def test_what_is_hidden_may_be_nan():
+    x = operands(q_offset=0)
+    nan = jnp.nan
+    # Causal: no query sees keys from 40 on.
+    check(AttentionOptions(scale=0.3, right=0), x._replace(k=x.k.at[40:].set(nan), v=x.v.at[40:].set(jnp.inf)))
+    # Segment 2 of the queries sees nothing, segment 3 of the keys is seen by nothing; nor what the mask hides from all.
+    x = operands(**SEGMENTS, mask=jnp.asarray(MASK))
+    q = x.q.at[:, 25:].set(nan).at[:, 5].set(jnp.inf)
+    k, v = (a.at[35:].set(nan).at[7].set(nan) for a in (x.k, x.v))
+    do = cotangents(x)[0].at[:, 25:].set(nan)
+    ours = check(AttentionOptions(scale=0.3), x._replace(q=q, k=k, v=v), do=do)
+    assert not np.asarray(ours[2])[:, 25:].any() and not np.asarray(ours[3])[35:].any()
+
+
+def test_rows_that_see_nothing_by_the_window_or_by_a_bias():
+    options = AttentionOptions(scale=0.3, right=0)
+    x = operands(k_offset=10, bias=jnp.asarray(BIAS, jnp.float32))
+    do = cotangents(x)[0].at[:, :10].set(jnp.nan)
+    o, lse, dq, *_ = check(options, x, do=do)
+    assert (np.asarray(lse)[:, :10] == -np.inf).all() and not np.asarray(o)[:, :10].any()
+    assert not np.asarray(dq)[:, :10].any()
+    do = cotangents(x)[0].at[0, 3].set(jnp.nan)  # its bias is -inf everywhere
+    _, _, dq, dk, dv, _ = both(dataclasses.replace(options, block_sizes=BLOCKS), x, (0, 10), do, cotangents(x)[1])
+    assert not np.asarray(dq)[0, 3].any() and np.isfinite(dk).all() and np.isfinite(dv).all()
+
+
+def test_large_logits():
+    x = operands()
+    check(AttentionOptions(scale=100.0, right=0), x, tolerance=2e-3)  # float32 holds logits of 2000 to 1e-4
+    check(AttentionOptions(scale=0.3), x._replace(bias=jnp.full((1, 40, 56), -1e30, jnp.float32)))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_sixteen_bits(dtype):
+    check(AttentionOptions(scale=0.3, right=0), operands(dtype=dtype), tolerance=2e-2)
+
+
+def test_dtypes_of_the_results():
+    x = operands(dtype=jnp.bfloat16)
+    options = AttentionOptions(scale=0.3, out_dtype=jnp.float32, grad_dtype=jnp.float32)
+    o, lse, *grads = jax.eval_shape(functools.partial(both, options), x, None, *cotangents(x))
+    assert [a.dtype for a in (o, lse, *grads[:3])] == [jnp.float32] * 5
+    o, lse, *grads = jax.eval_shape(functools.partial(both, AttentionOptions(scale=0.3)), x, None, *cotangents(x))
+    assert [a.dtype for a in (o, lse, *grads[:3])] == [jnp.bfloat16, jnp.float32] + [jnp.bfloat16] * 3
+
+
+def test_empty():
+    options = AttentionOptions(scale=0.3)
+    x = operands(k_len=0)
+    o, lse, dq, *_ = both(options, x, (0, 0), *cotangents(x))
+    assert not o.any() and (lse == -jnp.inf).all() and dq.shape == x.q.shape and not dq.any()
+    x = operands(q_len=0)
+    o, _, _, dk, *_ = both(options, x, (0, 0), *cotangents(x))
+    assert o.shape == (2, 0, 16) and dk.shape == x.k.shape and not dk.any()
+
+
+def test_vmap():
+    # As the package does it: over batch and heads, with some operands shared.
+    x = operands(1, 16, 16)
+    options = AttentionOptions(scale=0.3, right=0, block_sizes=BLOCKS)
+    q = jnp.stack([x.q, 2 * x.q])
+    k = jnp.stack([x.k, x.k + 1])
+    offsets = jnp.asarray([0, 7])
+
+    def run(q, k, offset):
+        return INTERPRETED.forward(options, x._replace(q=q, k=k, q_offset=offset))
+
+    o, lse = jax.jit(jax.vmap(jax.vmap(run, (0, None, 0)), (None, 0, None)))(q, k, offsets)
+    for a in range(2):
+        for b in range(2):
+            y = x._replace(q=q[b], k=k[a], q_offset=int(offsets[b]))
+            expected = oracle(options, y, *cotangents(y))
+            np.testing.assert_allclose(o[a, b], expected[0], atol=2e-5)
+            np.testing.assert_allclose(lse[a, b], expected[1], atol=2e-5)
+
+
+REFUSED = {
+    "q is int8": (AttentionOptions(scale=1.0), operands(dtype=jnp.int8)),
+    "v is bfloat16": (AttentionOptions(scale=1.0), operands()._replace(v=jnp.zeros((56, 16), jnp.bfloat16))),
+    "head size of q and k is 300": (AttentionOptions(scale=1.0), operands(key=300)),
+    "head size of v is 257": (AttentionOptions(scale=1.0), operands(value=257)),
+    "block_sizes": (AttentionOptions(scale=1.0, block_sizes=BlockSizes(q=48, k=16)), operands()),
+}
+
+
+@pytest.mark.parametrize("argument", REFUSED)
+def test_refusals_name_the_argument(argument):
+    options, x = REFUSED[argument]
+    with pytest.raises(UnsupportedOptionError, match=argument):
+        forward(options, x)
+    with pytest.raises(UnsupportedOptionError, match=argument):
+        backward(options, x, jnp.zeros((2, 40)), jnp.zeros((2, 40, 16)), jnp.zeros((2, 40)))
+
+
+def test_missing_arguments_are_named():
+    with pytest.raises(ArgumentError, match="seed"):
+        forward(AttentionOptions(scale=1.0, dropout=0.1), operands())
+    with pytest.raises(ArgumentError, match="k_segment_ids"):
+        forward(AttentionOptions(scale=1.0), operands(q_segment_ids=ids(40)))
+
+
+def lowered(options, head_size, dtype=jnp.bfloat16, length=1000, batch=2, kv_heads=2, group=4, **others):
+    """The program for an H200, forward and backward, on a machine without one: as text."""
+
+    def run(q, k, v, do, others):
+        x = AttentionOperands(q, k, v, **others)
+        o, lse = forward(options, x)
+        return o, backward(options, x, lse, do, jnp.sum(do * o, -1).astype(jnp.float32))
+
+    q, k = ((batch, kv_heads, *s, length, head_size) for s in ((group,), ()))
+    q, k = (jax.ShapeDtypeStruct(s, dtype) for s in (q, k))
+    axes = (0, 0, 0, 0, None)
+    gpu = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with jax.sharding.use_abstract_mesh(gpu):
+        traced = jax.jit(jax.vmap(jax.vmap(run, axes), axes)).trace(q, k, k, q, others)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+@pytest.mark.parametrize("head_size", [64, 80, 128])
+def test_lowers_for_cuda(head_size):
+    assert lowered(AttentionOptions(scale=0.1, right=0), head_size).count(TRITON) == 3
+    assert lowered(AttentionOptions(scale=0.1), head_size, length=1024).count(TRITON) == 3
+
+
+def test_lowers_for_cuda_with_everything():
+    shapes = {
+        "q_offset": ((), jnp.int32),
+        "k_offset": ((), jnp.int32),
+        "q_segment_ids": ((1000,), jnp.int32),
+        "k_segment_ids": ((1000,), jnp.int32),
+        "mask": ((1, 1000, 1000), jnp.bool_),
+        "bias": ((4, 1000, 1000), jnp.bfloat16),
+        "seed": ((4,), jnp.uint32),
+    }
+    others = {name: jax.ShapeDtypeStruct(*s) for name, s in shapes.items()}
+    options = AttentionOptions(scale=0.1, left=100, right=0, soft_cap=5.0, dropout=0.1)
+    for dtype in (jnp.bfloat16, jnp.float32):
+        assert lowered(options, 80, dtype, **others).count(TRITON) == 4
