@@ -19,6 +19,7 @@ from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
 from haliax_kernels.attention.differentiable import attention
 from haliax_kernels.attention.dropout import keep
+from haliax_kernels.attention.pallas_gpu import PallasGpu
 from haliax_kernels.attention.reference import dense_attention, dense_attention_grad
 
 
@@ -36,9 +37,9 @@ class InterpretedTpu:
             return pallas_tpu.backward(*args, interpret=True)
 
 
-IMPLEMENTATIONS = {"xla": xla, "pallas_tpu": InterpretedTpu}
+IMPLEMENTATIONS = {"xla": xla, "pallas_tpu": InterpretedTpu, "pallas_gpu": PallasGpu(interpret=True)}
 # Small, so that few positions make several blocks.
-BLOCKS = {"xla": BlockSizes(q=16, k=16), "pallas_tpu": BlockSizes(q=16, k=128)}
+BLOCKS = {"xla": BlockSizes(q=16, k=16), "pallas_tpu": BlockSizes(q=16, k=128), "pallas_gpu": BlockSizes(q=16, k=16)}
 
 GROUP, Q_LEN, K_LEN, KEY, VALUE = 2, 40, 56, 8, 12
 SCALE = 0.4
@@ -254,7 +255,7 @@ DRAWN = (
 @pytest.mark.slow
 @every_implementation
 def test_combinations(name):
-    # The interpreter of TPU kernels is slow.
+    # The interpreters of kernels are slow.
     @settings(max_examples=60 if name == "xla" else 15, deadline=None, derandomize=True)
     @given(
         static=st.sampled_from(DRAWN),

@@ -24,10 +24,10 @@ from jaxtyping import Array, Bool, Float, Float32
 from haliax_kernels.attention.contract import AttentionGradients, AttentionOperands
 from haliax_kernels.attention.pallas_gpu._problem import Cut, Problem, arrays, call
 from haliax_kernels.attention.pallas_gpu._tile import (
-    LOG2_E,
     Index,
     Tile,
     dot,
+    exp,
     fold,
     keep_rows,
     load,
@@ -37,6 +37,7 @@ from haliax_kernels.attention.pallas_gpu._tile import (
     seen_keys,
     store_block,
     store_rows,
+    unit_of,
 )
 
 
@@ -74,14 +75,14 @@ def backward(
 def _statistics(
     tile: Tile, keep: Bool[Array, " q"] | None
 ) -> tuple[Float32[Array, " q"], Float32[Array, " q"], Bool[Array, " q"]]:
-    """`lse` times log2(e), `delta`, and whether each query sees anything at all.
+    """`lse` times `unit_of`, `delta`, and whether each query sees anything at all.
 
     For one that does not, lse = +inf makes its probabilities exp(-inf) = 0; its `delta` may be anything.
     """
     lse = load(tile.refs["lse"], tile.head, tile.q_start, tile.cut.q, keep)
     delta = load(tile.refs["delta"], tile.head, tile.q_start, tile.cut.q, keep)
     alive = lse != -jnp.inf
-    return jnp.where(alive, lse * LOG2_E, jnp.inf), jnp.where(alive, delta, 0.0), alive
+    return jnp.where(alive, lse * unit_of(tile.problem), jnp.inf), jnp.where(alive, delta, 0.0), alive
 
 
 def _gradients(
@@ -98,7 +99,7 @@ def _gradients(
     s, slope = tile.logits(q, k)
     if mask is not None:
         s = jnp.where(mask, s, -jnp.inf)
-    p = jnp.exp2(s - tile.along_q(lse))
+    p = exp(tile.problem, s - tile.along_q(lse))
     dp = dot(v, do, (1, 1)) if tile.keys_first else dot(do, v, (1, 1))
     kept = p
     rate = tile.problem.options.dropout
@@ -147,10 +148,7 @@ def _dkv_kernel(problem: Problem, cut: Cut, refs: dict[str, Any]) -> None:
         jnp.zeros((cut.k, problem.padded("key", cut)), jnp.float32),
         jnp.zeros((cut.k, problem.padded("value", cut)), jnp.float32),
     )
-    if problem.group == 1:
-        dk, dv = each_head(0, state)
-    else:
-        dk, dv = lax.fori_loop(np.int32(0), np.int32(problem.group), each_head, state)
+    dk, dv = lax.fori_loop(np.int32(0), np.int32(problem.group), each_head, state)
     dv = dv * (1 / (1 - problem.options.dropout))
     store_rows(refs["dk"], None, k_start, dk * problem.options.scale, problem.key_size, problem.k_len)
     store_rows(refs["dv"], None, k_start, dv, problem.value_size, problem.k_len)
@@ -182,7 +180,7 @@ def _dbias_kernel(problem: Problem, cut: Cut, refs: dict[str, Any]) -> None:
     q_start, k_start = i * cut.q, j * cut.k
     at = offsets(problem, refs)
     seen = seen_keys(problem, cut, at, q_start)
-    shared = refs["bias"].shape[0] == 1
+    shared = len(refs["bias"].shape) == 2
 
     def body(g, dbias):
         tile = Tile(problem, cut, refs, at, g if shared else bias_head, q_start, k_start)

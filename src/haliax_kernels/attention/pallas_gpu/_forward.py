@@ -16,6 +16,7 @@ from haliax_kernels.attention.pallas_gpu._tile import (
     LOG2_E,
     Tile,
     dot,
+    exp,
     fold,
     keep_rows,
     load_rows,
@@ -23,6 +24,7 @@ from haliax_kernels.attention.pallas_gpu._tile import (
     seen_keys,
     store,
     store_rows,
+    unit_of,
 )
 
 
@@ -37,9 +39,7 @@ def forward(
         "lse": jax.ShapeDtypeStruct(o_shape[:2], jnp.float32),
     }
     grid = (problem.blocks("q_pos", cut), problem.group)
-    found = call(
-        _kernel, "attention_forward", problem, cut, grid, arrays(problem, x), outputs, interpret=interpret
-    )
+    found = call(_kernel, "attention_forward", problem, cut, grid, arrays(problem, x), outputs, interpret=interpret)
     return found["o"], found["lse"]
 
 
@@ -69,8 +69,8 @@ def _kernel(problem: Problem, cut: Cut, refs: dict[str, Any]) -> None:
         new_largest = jnp.maximum(largest, jnp.max(s, 1))
         # A row that has seen nothing yet has -inf here, and -inf - -inf is NaN.
         shift = jnp.where(new_largest == -jnp.inf, 0.0, new_largest)
-        p = jnp.exp2(s - shift[:, None])
-        shrink = jnp.exp2(largest - shift)
+        p = exp(problem, s - shift[:, None])
+        shrink = exp(problem, largest - shift)
         total = total * shrink + jnp.sum(p, 1)
         if problem.options.dropout:
             p = jnp.where(tile.keep(), p, 0.0)
@@ -86,6 +86,6 @@ def _kernel(problem: Problem, cut: Cut, refs: dict[str, Any]) -> None:
     total = jnp.where(dead, 1.0, total)
     # What dropout keeps is divided by the fraction kept; here once, not at every probability.
     o = acc / (total * (1 - problem.options.dropout))[:, None]
-    lse = jnp.where(dead, -jnp.inf, (largest + jnp.log2(total)) * (1 / LOG2_E))
+    lse = jnp.where(dead, -jnp.inf, largest * (1 / unit_of(problem)) + jnp.log2(total) * (1 / LOG2_E))
     store_rows(refs["o"], head, q_start, o, problem.value_size, problem.q_len)
     store(refs["lse"], head, q_start, lse, problem.q_len)

@@ -208,13 +208,18 @@ def _static_offsets(x: AttentionOperands) -> tuple[int, int] | None:
 
 def arrays(problem: Problem, x: AttentionOperands) -> dict[str, Array]:
     """The operands that the kernels read, by name; those that are not there are not there."""
-    found = {"q": x.q, "k": x.k, "v": x.v, "mask": x.mask, "bias": x.bias}
+    found = {"q": x.q, "k": x.k, "v": x.v, "mask": _of_heads(x.mask), "bias": _of_heads(x.bias)}
     found |= {"q_segment_ids": x.q_segment_ids, "k_segment_ids": x.k_segment_ids}
     if problem.options.dropout:
         found["seed"] = x.seed
     if problem.offsets is None:
         found["offsets"] = jnp.stack([jnp.asarray(o, jnp.int32) for o in (x.q_offset, x.k_offset)])
     return {name: array for name, array in found.items() if array is not None}
+
+
+def _of_heads(x: Array | None) -> Array | None:
+    """Without the first dimension where the group shares it."""
+    return x if x is None or x.shape[0] > 1 else x[0]
 
 
 def call(
@@ -235,9 +240,10 @@ def call(
     """
 
     def spec(name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+        dimensions = _DIMENSIONS[name][-len(shape) :]  # a mask or bias may lack the group
         padded = [
             size if dimension == "group" else problem.padded(dimension, cut)
-            for dimension, size in zip(_DIMENSIONS[name], shape, strict=False)
+            for dimension, size in zip(dimensions, shape, strict=False)
         ]
         return pl.BlockSpec(tuple(padded) or shape, lambda *_: (0,) * len(shape))
 

@@ -17,9 +17,10 @@ from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from haliax_kernels.attention import dropout
 from haliax_kernels.attention.pallas_gpu._problem import Cut, Problem, whole_block
+from haliax_kernels.attention.soft_cap import tanh_slope
 
 LOG2_E = 1.4426950408889634
-"""Logits are kept times this: the hardware has an exponential to base 2."""
+"""The hardware has an exponential to base 2 only."""
 
 T = TypeVar("T")
 Index = Int32[Array, ""] | int
@@ -30,9 +31,7 @@ def dot(a: Float[Array, "..."], b: Float[Array, "..."], contract: tuple[int, int
     """The product over one dimension of each, accumulated in float32. float32 operands are not rounded to TF32."""
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
-    return lax.dot_general(
-        a.astype(b.dtype), b, dimensions, precision=precision, preferred_element_type=jnp.float32
-    )
+    return lax.dot_general(a.astype(b.dtype), b, dimensions, precision=precision, preferred_element_type=jnp.float32)
 
 
 def positions(start: Index, count: int) -> Int32[Array, " count"]:
@@ -118,7 +117,7 @@ class Seen:
     bounded: tuple[bool, bool]
 
     @staticmethod
-    def by(first: Index, count: int, shift: Index, back: int | None, ahead: int | None, length: int) -> "Seen":
+    def by(first: Index, count: Index, shift: Index, back: int | None, ahead: int | None, length: int) -> "Seen":
         """What `count` positions from `first` see, each `p` from `p + shift - back` to `p + shift + ahead`."""
         begin = whole_begin = 0
         end = whole_end = length
@@ -208,18 +207,18 @@ class Tile:
     def logits(
         self, q: Float[Array, "q size"], k: Float[Array, "k size"]
     ) -> tuple[Float32[Array, "..."], Float32[Array, "..."] | None]:
-        """The logits times log2(e), and the derivative of the soft cap or None."""
-        options = self.problem.options
+        """The logits times `unit`, and the derivative of the soft cap or None."""
+        options, unit = self.problem.options, unit_of(self.problem)
         s = dot(k, q, (1, 1)) if self.keys_first else dot(q, k, (1, 1))
         if not self.problem.biased and options.soft_cap is None:
-            return s * (options.scale * LOG2_E), None
+            return s * (options.scale * unit), None
         s = s * options.scale
         if self.problem.biased:
             s = s + self._block("bias").astype(jnp.float32)
         if options.soft_cap is None:
-            return s * LOG2_E, None
-        t = jnp.tanh(s / options.soft_cap)
-        return t * (options.soft_cap * LOG2_E), 1 - t * t
+            return s, None
+        s = s / options.soft_cap
+        return jnp.tanh(s) * (options.soft_cap * unit), tanh_slope(s)
 
     def mask(self) -> Bool[Array, "..."]:
         """What is seen."""
@@ -263,11 +262,12 @@ class Tile:
 
     def _block(self, name: str) -> Array:
         ref = self.refs[name]
-        at = ref.at[self.head if ref.shape[0] > 1 else 0, pl.ds(self.q_start, self.cut.q), pl.ds(self.k_start, self.cut.k)]
+        slices = (pl.ds(self.q_start, self.cut.q), pl.ds(self.k_start, self.cut.k))
+        at = ref.at[slices] if len(ref.shape) == 2 else ref.at[(self.head, *slices)]
         inside = [x for x in (self._column(self.q_inside()), self._row(self.k_inside())) if x is not None]
         if inside:
             mask = jnp.broadcast_to(functools.reduce(jnp.logical_and, inside), (self.cut.q, self.cut.k))
-            block = plgpu.load(at, mask=mask, other=0)
+            block = plgpu.load(at, mask=mask, other=False if name == "mask" else 0)
         else:
             block = plgpu.load(at)
         return block.T if self.keys_first else block
@@ -281,6 +281,20 @@ class Tile:
         return None if x is None else x[None, :]
 
 
+def unit_of(problem: Problem) -> float:
+    """What logits are kept times: log2(e), so that `exp2` needs no further product.
+
+    A bias may be so large that its product overflows or, fused with the subtraction of the largest and thus not
+    rounded as that is, leaves a difference: -1e9 and the least float are in use as masks. There it is 1.
+    """
+    return 1.0 if problem.biased else LOG2_E
+
+
+def exp(problem: Problem, x: Float32[Array, "..."]) -> Float32[Array, "..."]:
+    """The exponential of differences of logits that are kept times `unit_of`."""
+    return jnp.exp2(x * LOG2_E if problem.biased else x)
+
+
 def offsets(problem: Problem, refs: dict[str, Any]) -> tuple[Index, Index]:
     """The positions of the first query and key."""
     if problem.offsets is not None:
@@ -290,9 +304,16 @@ def offsets(problem: Problem, refs: dict[str, Any]) -> tuple[Index, Index]:
 
 def seen_keys(problem: Problem, cut: Cut, offsets: tuple[Index, Index], q_start: Index) -> Seen:
     """What a block of queries sees."""
-    return Seen.by(q_start, cut.q, offsets[0] - offsets[1], problem.left, problem.right, problem.k_len)
+    count = _count(q_start, cut.q, problem.q_len)
+    return Seen.by(q_start, count, offsets[0] - offsets[1], problem.left, problem.right, problem.k_len)
 
 
 def seeing_queries(problem: Problem, cut: Cut, offsets: tuple[Index, Index], k_start: Index) -> Seen:
     """What sees a block of keys."""
-    return Seen.by(k_start, cut.k, offsets[1] - offsets[0], problem.right, problem.left, problem.q_len)
+    count = _count(k_start, cut.k, problem.k_len)
+    return Seen.by(k_start, count, offsets[1] - offsets[0], problem.right, problem.left, problem.q_len)
+
+
+def _count(start: Index, block: int, length: int) -> Index:
+    """How many positions a block has: what only those past the end would see may hold NaN."""
+    return block if length % block == 0 else jnp.minimum(length - start, block)
