@@ -230,7 +230,7 @@ def test_missing_arguments_are_named():
         forward(AttentionOptions(scale=1.0), operands(q_segment_ids=ids(40)))
 
 
-def lowered(options, head_size, dtype=jnp.bfloat16, length=1000, batch=2, kv_heads=2, group=4, **others):
+def lowered(options, head_size, dtype, length=1000, batch=2, kv_heads=2, group=4, **others):
     """The program for an H200, forward and backward, on a machine without one: as text."""
 
     def run(q, k, v, do, others):
@@ -247,23 +247,51 @@ def lowered(options, head_size, dtype=jnp.bfloat16, length=1000, batch=2, kv_hea
         return traced.lower(lowering_platforms=("cuda",)).as_text()
 
 
-@pytest.mark.parametrize("head_size", [64, 80, 128])
-def test_lowers_for_cuda(head_size):
-    assert lowered(AttentionOptions(scale=0.1, right=0), head_size).count(TRITON) == 3
-    assert lowered(AttentionOptions(scale=0.1), head_size, length=1024).count(TRITON) == 3
+# name: (options, shapes and dtypes of the operands)
+IDS = {name: ((1000,), jnp.int32) for name in ("q_segment_ids", "k_segment_ids")}
+OFFSETS = {name: ((), jnp.int32) for name in ("q_offset", "k_offset")}
+LOWERED = {
+    "none": ({}, {}),
+    "causal": ({"right": 0}, {}),
+    "window, traced offsets": ({"left": 100, "right": 0}, OFFSETS),
+    "segments": ({"right": 0}, IDS),
+    "mask": ({}, {"mask": ((4, 1000, 1000), jnp.bool_)}),
+    "shared bias": ({}, {"bias": ((1, 1000, 1000), jnp.float32)}),
+    "soft cap": ({"soft_cap": 5.0}, {}),
+    "dropout": ({"dropout": 0.1}, {"seed": ((4,), jnp.uint32)}),
+    "all": (
+        {"left": 100, "right": 0, "soft_cap": 5.0, "dropout": 0.1},
+        {
+            **OFFSETS,
+            **IDS,
+            "mask": ((1, 1000, 1000), jnp.bool_),
+            "bias": ((4, 1000, 1000), jnp.bfloat16),
+            "seed": ((4,), jnp.uint32),
+        },
+    ),
+}
 
 
-def test_lowers_for_cuda_with_everything():
-    shapes = {
-        "q_offset": ((), jnp.int32),
-        "k_offset": ((), jnp.int32),
-        "q_segment_ids": ((1000,), jnp.int32),
-        "k_segment_ids": ((1000,), jnp.int32),
-        "mask": ((1, 1000, 1000), jnp.bool_),
-        "bias": ((4, 1000, 1000), jnp.bfloat16),
-        "seed": ((4,), jnp.uint32),
-    }
+def check_lowers(case, head_size, dtype):
+    static, shapes = LOWERED[case]
     others = {name: jax.ShapeDtypeStruct(*s) for name, s in shapes.items()}
-    options = AttentionOptions(scale=0.1, left=100, right=0, soft_cap=5.0, dropout=0.1)
-    for dtype in (jnp.bfloat16, jnp.float32):
-        assert lowered(options, 80, dtype, **others).count(TRITON) == 4
+    options = AttentionOptions(scale=0.1, **static)
+    assert lowered(options, head_size, dtype, **others).count(TRITON) == (4 if "bias" in others else 3)
+
+
+@pytest.mark.parametrize("head_size", [80, 128])
+@pytest.mark.parametrize("case", ["causal", "all"])
+def test_lowers_for_cuda(case, head_size):
+    check_lowers(case, head_size, jnp.bfloat16)
+
+
+def test_lowers_for_cuda_without_padding():
+    assert lowered(AttentionOptions(scale=0.1), 64, jnp.bfloat16, length=1024).count(TRITON) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("head_size", [16, 64, 80, 128, 256])
+@pytest.mark.parametrize("case", LOWERED)
+def test_lowers_for_cuda_always(case, head_size, dtype):
+    check_lowers(case, head_size, dtype)
