@@ -22,7 +22,7 @@ pytestmark = pytest.mark.levanter
         (
             {"implementation": "Splosh"},
             "kernels.implementation: unknown value 'Splosh'; did you mean 'splash'? allowed: null, pallas_tpu, "
-            "splash, xla.",
+            "splash, pallas_gpu, xla.",
         ),
         (
             {"context_parallel": "rings"},

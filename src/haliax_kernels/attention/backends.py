@@ -45,12 +45,14 @@ class Request:
         options: the names of the options in use that not every implementation has to honour, such as `bias`.
         dtype: the dtype of the products' operands.
         block_sizes: the block sizes asked for.
+        head_size: the size of keys or values, whichever is larger.
     """
 
     platform: str
     options: tuple[str, ...]
     dtype: Any
     block_sizes: BlockSizes | None = None
+    head_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -194,6 +196,18 @@ def _splash_limits(request: Request) -> list[str]:
     return reasons
 
 
+def _gpu_limits(request: Request) -> list[str]:
+    reasons = []
+    if request.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        reasons.append(f"it takes float32, bfloat16 and float16, not {jnp.dtype(request.dtype)}")
+    if request.head_size > 256:
+        reasons.append(f"its head size is at most 256, but is {request.head_size}")
+    sizes = request.block_sizes
+    if sizes is not None and any(s < 16 or s & (s - 1) for s in (sizes.q, sizes.k)):
+        reasons.append(f"its block_sizes must be powers of two of at least 16, but are q {sizes.q}, k {sizes.k}")
+    return reasons
+
+
 IMPLEMENTATIONS = (
     Implementation(
         "pallas_tpu",
@@ -203,6 +217,13 @@ IMPLEMENTATIONS = (
         _tpu_limits,
     ),
     Implementation("splash", frozenset({"tpu"}), frozenset(), _make_splash, _splash_limits),
+    Implementation(
+        "pallas_gpu",
+        frozenset({"gpu"}),
+        EVERYTHING,
+        _with_contract("haliax_kernels.attention.pallas_gpu"),
+        _gpu_limits,
+    ),
     Implementation("xla", None, EVERYTHING, _with_contract("haliax_kernels.attention.xla")),
 )
 
@@ -229,13 +250,16 @@ def choose(request: Request, forced: str | None) -> Implementation:
             )
         return found
     refused: list[Exception] = []
+    made_for_it: list[Exception] = []
     for candidate in IMPLEMENTATIONS:
         reasons = candidate.refusals(request)
         if not reasons:
-            if request.platform in (IMPLEMENTATIONS[0].platforms or ()) and refused:
-                _log_once(f"{refused[-1]} Taking {candidate.name!r} instead.")
+            if made_for_it:
+                _log_once(f"{made_for_it[0]} Taking {candidate.name!r} instead.")
             return candidate
         refused.append(UnsupportedOptionError(_reason(candidate, reasons)))
+        if request.platform in (candidate.platforms or ()):
+            made_for_it.append(refused[-1])
     options = ", ".join(request.options)
     raise NoImplementationError(f"flash_attention: no implementation supports {options} here", refused)
 

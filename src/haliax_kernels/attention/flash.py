@@ -131,8 +131,8 @@ def flash_attention(
             `error` refuses. Over several mesh axes also a mapping from each of them to its mode.
         sequence_layout: `zigzag` where position `i` of the arrays does not hold token `i`, but what
             `zigzag_layout` put there; masks and bias likewise. The output lies as the query does.
-        implementation: `pallas_tpu` (our kernel, on TPU), `splash` (JAX's, on TPU), `xla` (blockwise, everywhere), or
-            None for the best that honours the arguments.
+        implementation: `pallas_tpu` (our kernel, on TPU), `splash` (JAX's, on TPU), `pallas_gpu` (our kernel, on
+            NVIDIA GPUs), `xla` (blockwise, everywhere), or None for the best that honours the arguments.
         block_sizes: positions per block; by default what suits the platform.
         return_lse: also return the logsumexp of the masked, scaled logits.
 
@@ -252,8 +252,6 @@ def _prepare(
         "causal_offset": parts.q_offset is not None or parts.right not in (None, 0),
         "sliding_window": parts.left is not None,
     }
-    request = Request(current_platform(), tuple(name for name, on in used.items() if on), dtype, block_sizes)
-    chosen = choose(request, implementation)
     shared = {a.name for x in (key, value, parts.q_segment_ids, parts.k_segment_ids) if x is not None for a in x.axes}
     group = tuple(a for a in query.axes if a.name not in shared and a.name not in (q_pos, head))
     if head in (a.name for a in value.axes):
@@ -261,6 +259,11 @@ def _prepare(
     else:
         others = {a.name for x in (query, key) for a in x.axes}
         values = tuple(a.name for a in value.axes if a.name not in others)
+    sizes = query.axis_size(head), math.prod(value.axis_size(a) for a in values)
+    request = Request(
+        current_platform(), tuple(name for name, on in used.items() if on), dtype, block_sizes, max(sizes)
+    )
+    chosen = choose(request, implementation)
     scale = scaling_factor if scaling_factor is not None else 1.0 / math.sqrt(query.axis_size(head))
     q, k, v = (x if x.dtype == dtype else x.astype(dtype) for x in (query, key, value))
     if not isinstance(scale, int | float):  # an array

@@ -15,12 +15,12 @@ from typing import Any, Literal
 from haliax_kernels.context.strategy import CHOICES, ContextParallel
 from haliax_kernels.errors import NamedKernelError
 
-Implementation = Literal["pallas_tpu", "splash", "xla"]
+Implementation = Literal["pallas_tpu", "splash", "pallas_gpu", "xla"]
 OnUnsupported = Literal["error", "fallback"]
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
     "context_parallel": CHOICES,
-    "implementation": (None, "pallas_tpu", "splash", "xla"),
+    "implementation": (None, "pallas_tpu", "splash", "pallas_gpu", "xla"),
     "on_unsupported": ("error", "fallback"),
 }
 _MODES = tuple(mode for mode in CHOICES if mode not in ("auto", "error"))
