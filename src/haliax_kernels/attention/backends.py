@@ -9,7 +9,7 @@ import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from haliax_kernels import _compat
 from haliax_kernels.attention import differentiable
 from haliax_kernels.attention.block_sizes import BlockSizes
-from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
+from haliax_kernels.attention.contract import AttentionImplementation, AttentionOperands, AttentionOptions
 from haliax_kernels.context.attend import sharded_attention
 from haliax_kernels.context.strategy import Strategy
 from haliax_kernels.errors import ArgumentError, NoImplementationError, UnsupportedOptionError
@@ -116,11 +116,16 @@ class Layout:
     strategy: Strategy | None = None
 
 
-def _with_contract(module: str) -> Callable[[Layout], Callable[..., Any]]:
-    """The local function over a module that has the contract's pair."""
+def pair_of(name: str) -> AttentionImplementation:
+    """The contract's pair of an implementation that has one."""
+    return cast(Any, importlib.import_module(f"haliax_kernels.attention.{name}"))
+
+
+def _with_contract(name: str) -> Callable[[Layout], Callable[..., Any]]:
+    """The local function over an implementation that has the contract's pair."""
 
     def make(layout: Layout) -> Callable[..., Any]:
-        implementation: Any = importlib.import_module(module)
+        implementation = pair_of(name)
         strategy = layout.strategy
 
         def flash_attention(
@@ -213,7 +218,7 @@ IMPLEMENTATIONS = (
         "pallas_tpu",
         frozenset({"tpu"}),
         EVERYTHING,
-        _with_contract("haliax_kernels.attention.pallas_tpu"),
+        _with_contract("pallas_tpu"),
         _tpu_limits,
     ),
     Implementation("splash", frozenset({"tpu"}), frozenset(), _make_splash, _splash_limits),
@@ -221,10 +226,10 @@ IMPLEMENTATIONS = (
         "pallas_gpu",
         frozenset({"gpu"}),
         EVERYTHING,
-        _with_contract("haliax_kernels.attention.pallas_gpu"),
+        _with_contract("pallas_gpu"),
         _gpu_limits,
     ),
-    Implementation("xla", None, EVERYTHING, _with_contract("haliax_kernels.attention.xla")),
+    Implementation("xla", None, EVERYTHING, _with_contract("xla")),
 )
 
 
