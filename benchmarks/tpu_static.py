@@ -103,7 +103,7 @@ class Kernel:
     def cycles_of_ours(self, runs: list[int], steps: int) -> float:
         """Where each body under a condition runs as often as `runs` says, in the program's order.
 
-        `steps` are those of the whole grid. Two TensorCores of one chip (v4, v5p) share it; the loop's turns show that.
+        `steps` are those of the whole grid. The two TensorCores of a v4 or v5p share it; the loop's turns show that.
         """
         (loop,) = [b for b in self.root.inner if b.kind == "loop"]
         (guard,) = [b for b in loop.inner if self.multiplies(b)]
