@@ -223,6 +223,22 @@ def test_refusals_name_the_argument(argument):
         backward(options, x, jnp.zeros((2, 40)), jnp.zeros((2, 40, 16)), jnp.zeros((2, 40)))
 
 
+def test_a_mask_whose_addresses_overflow_is_refused():
+    """Its size is known only with the dimensions that `jax.vmap` adds."""
+
+    def run(length):
+        def one(q, mask):
+            return forward(AttentionOptions(scale=1.0), AttentionOperands(q[None], q, q, mask=mask))
+
+        q = jax.ShapeDtypeStruct((3, 11, length, 16), jnp.float32)
+        mask = jax.ShapeDtypeStruct((3, 11, 1, length, length), bool)
+        return jax.eval_shape(jax.vmap(jax.vmap(one)), q, mask)
+
+    run(8000)
+    with pytest.raises(UnsupportedOptionError, match="mask has 2214592512 elements"):
+        run(8192)
+
+
 def test_missing_arguments_are_named():
     with pytest.raises(ArgumentError, match="seed"):
         forward(AttentionOptions(scale=1.0, dropout=0.1), operands())

@@ -8,7 +8,11 @@ float32 products, which are slow there. Blocks that a window hides are neither l
 offsets are known when compiling or not; with segment ids or a mask, whose content is known on the device only, every
 block that the window shows is visited.
 
-A mask of `2**31` or more elements, with those that `jax.vmap` adds, is beyond what Pallas can index.
+cuDNN's attention is not used, since `jax.nn.dot_product_attention` returns its logsumexp in the dtype of the output,
+and one of 16 bits is too coarse to merge the parts of a ring by.
+
+The default blocks need up to 180 KiB of shared memory, which Hopper and its successors have; a chip with less wants
+smaller `block_sizes`. JAX calls its Triton backend deprecated, and means to remove it.
 """
 
 from dataclasses import dataclass

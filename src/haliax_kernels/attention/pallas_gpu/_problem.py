@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
-from jaxtyping import Array
+from jaxtyping import Array, Bool
 
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
 from haliax_kernels.errors import ArgumentError, UnsupportedOptionError
@@ -209,13 +209,38 @@ def _static_offsets(x: AttentionOperands) -> tuple[int, int] | None:
 
 def arrays(problem: Problem, x: AttentionOperands) -> dict[str, Array]:
     """The operands that the kernels read, by name; those that are not there are not there."""
-    found = {"q": x.q, "k": x.k, "v": x.v, "mask": _of_heads(x.mask), "bias": _of_heads(x.bias)}
+    mask = None if x.mask is None else _indexable(_of_heads(x.mask))
+    found = {"q": x.q, "k": x.k, "v": x.v, "mask": mask, "bias": _of_heads(x.bias)}
     found |= {"q_segment_ids": x.q_segment_ids, "k_segment_ids": x.k_segment_ids}
     if problem.options.dropout:
         found["seed"] = x.seed
     if problem.offsets is None:
         found["offsets"] = jnp.stack([jnp.asarray(o, jnp.int32) for o in (x.q_offset, x.k_offset)])
     return {name: array for name, array in found.items() if array is not None}
+
+
+@jax.custom_batching.custom_vmap
+def _indexable(mask: Bool[Array, "..."]) -> Bool[Array, "..."]:
+    """The mask, if Pallas computes its addresses right with the dimensions that `jax.vmap` has added.
+
+    It does so in 32 bits up to `2**32` bytes. That is enough for `2**31` elements, which larger dtypes do not exceed.
+
+    Raises:
+        UnsupportedOptionError: the mask has a size in between.
+    """
+    if 2**31 < mask.size <= 2**32:
+        raise UnsupportedOptionError(
+            f"pallas_gpu: the mask has {mask.size} elements with the batch; the kernels cannot address 2**31 to "
+            "2**32. Leave out what segment ids or a window say, or use implementation='xla'."
+        )
+    return mask
+
+
+@_indexable.def_vmap
+def _indexable_batched(
+    axis_size: int, batched: list[bool], mask: Bool[Array, "axis_size ..."]
+) -> tuple[Bool[Array, "axis_size ..."], bool]:
+    return _indexable(mask), batched[0]
 
 
 def _of_heads(x: Array | None) -> Array | None:
