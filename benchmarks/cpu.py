@@ -66,12 +66,14 @@ def gradient(f: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]
 
 
 def medians(programs: dict[str, Callable[..., object]], arrays: list[jax.Array], rounds: int) -> dict[str, float]:
-    """Median seconds of each program, interleaved."""
+    """Median seconds of each program, interleaved, each after an untimed run of its own.
+
+    Without that one pays for what its neighbour left: programs that hold gigabytes empty caches and memory pools.
+    """
     times: dict[str, list[float]] = {name: [] for name in programs}
-    for f in programs.values():
-        jax.block_until_ready(f(*arrays))
     for _ in range(rounds):
         for name, f in programs.items():
+            jax.block_until_ready(f(*arrays))
             start = time.perf_counter()
             jax.block_until_ready(f(*arrays))
             times[name].append(time.perf_counter() - start)

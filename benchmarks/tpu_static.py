@@ -47,8 +47,8 @@ from haliax_kernels.attention.pallas_tpu.schedule import SPECIAL, Tiles
 from haliax_kernels.attention.pallas_tpu.sizes import choose
 from haliax_kernels.testing import topology_mesh
 
-# bfloat16 operations per cycle of one TensorCore: peak operations per second over the clock.
-PEAK = {"v4": 131072, "v5e": 131072, "v5p": 131072, "v6e": 524288}
+# bfloat16 operations per cycle of one chip: peak operations per second over the clock.
+PEAK = {"v4": 262144, "v5e": 131072, "v5p": 262144, "v6e": 524288}
 HEADS = 2
 
 
@@ -100,14 +100,18 @@ class Kernel:
                 total += self.cycles(inner, active) * (1 if guard else active)
         return total
 
-    def cycles_of_ours(self, runs: list[int]) -> float:
-        """Where each body under a condition runs as often as `runs` says, in the program's order."""
+    def cycles_of_ours(self, runs: list[int], steps: int) -> float:
+        """Where each body under a condition runs as often as `runs` says, in the program's order.
+
+        `steps` are those of the whole grid. The two TensorCores of a v4 or v5p share it; the loop's turns show that.
+        """
         (loop,) = [b for b in self.root.inner if b.kind == "loop"]
         (guard,) = [b for b in loop.inner if self.multiplies(b)]
         if len(guard.inner) != len(runs):
             raise ValueError(f"{self.name}: {len(guard.inner)} bodies, expected {len(runs)}")
+        cores = max(1, round(steps / loop.trips))
         total = self.root.own + loop.trips * (loop.own + guard.own)
-        return total + sum(n * self.cycles(body, 1) for n, body in zip(runs, guard.inner, strict=True))
+        return total + sum(n / cores * self.cycles(body, 1) for n, body in zip(runs, guard.inner, strict=True))
 
 
 def parse(text: str) -> Body:
@@ -233,7 +237,7 @@ def ours(length: int, size: int, left: int | None) -> Callable[..., tuple[float,
             else:
                 runs = [1, *bodies, tiles.q_count]
             assert SPECIAL + len(tiles.special) > max(steps.bodies)
-            total += kernel.cycles_of_ours([HEADS * n for n in runs])
+            total += kernel.cycles_of_ours([HEADS * n for n in runs], HEADS * len(steps.flags))
         return total
 
     def measure(args: tuple[Any, ...], seen: set[str]) -> tuple[float, float]:

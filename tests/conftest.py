@@ -5,6 +5,8 @@
 
 import os
 
+import pytest
+
 os.environ["JAX_PLATFORMS"] = "cpu"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["WANDB_MODE"] = "offline"
@@ -16,3 +18,12 @@ if _flag not in os.environ.get("XLA_FLAGS", ""):
 def pytest_addoption(parser):
     parser.addoption("--fuzz-minutes", type=float, default=1.0, help="how long tests/fuzz runs")
     parser.addoption("--fuzz-seed", type=int, default=0, help="where tests/fuzz begins")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled_programs_end_with_their_module():
+    """A process that keeps every program it ever compiled runs out of memory maps, and XLA's compiler then crashes."""
+    yield
+    import jax
+
+    jax.clear_caches()

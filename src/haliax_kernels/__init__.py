@@ -10,7 +10,11 @@ refuse_old_distributions()
 
 from haliax_kernels.attention.block_sizes import BlockSizes as BlockSizes
 from haliax_kernels.attention.flash import flash_attention as flash_attention
+from haliax_kernels.attention.flash import flash_attention_plan as flash_attention_plan
 from haliax_kernels.attention.mask import AttentionMask as AttentionMask
+from haliax_kernels.attention.plain import plain_flash_attention as plain_flash_attention
+from haliax_kernels.context.zigzag import from_zigzag_layout as from_zigzag_layout
+from haliax_kernels.context.zigzag import zigzag_layout as zigzag_layout
 from haliax_kernels.errors import ArgumentError as ArgumentError
 from haliax_kernels.errors import AxisSizeError as AxisSizeError
 from haliax_kernels.errors import BindingError as BindingError

@@ -50,6 +50,18 @@ def _permute(x: jax.Array, names: MeshAxes, pairs: Sequence[tuple[int, int]]) ->
     return lax.ppermute(x, ordered, pairs)
 
 
+def shift(x: jax.Array, mesh_axes: MeshAxisNames, by: int = 1) -> jax.Array:
+    """What the shard `by` places before this one has, around the ring: one collective-permute."""
+    names = as_mesh_axes(mesh_axes)
+    shards = shard_count(names)
+    return _permute(x, names, [(i, (i + by) % shards) for i in range(shards)]) if by % shards else x
+
+
+def permute(x: jax.Array, mesh_axes: MeshAxisNames, destinations: Sequence[int]) -> jax.Array:
+    """What the shard whose destination is this one has: `destinations[i]` is where shard `i` sends its `x`."""
+    return _permute(x, as_mesh_axes(mesh_axes), list(enumerate(destinations)))
+
+
 def halo_exchange(
     x: jax.Array,
     mesh_axes: MeshAxisNames,
@@ -131,11 +143,10 @@ def ring(step: Callable[[Carry, T, jax.Array], Carry], carry: Carry, x: T, mesh_
     shards, index = shard_count(names), shard_index(names)
     if shards == 1:
         return step(carry, x, index)
-    pairs = [(i, (i + 1) % shards) for i in range(shards)]
 
     def turn(state: tuple[Carry, T], hop: jax.Array) -> tuple[tuple[Carry, T], None]:
         carry, visiting = state
-        following = jax.tree.map(lambda v: _permute(v, names, pairs), visiting)
+        following = jax.tree.map(lambda v: shift(v, names), visiting)
         return (step(carry, visiting, (index - hop) % shards), following), None
 
     (carry, last), _ = lax.scan(turn, (carry, x), jnp.arange(shards - 1, dtype=jnp.int32))

@@ -125,6 +125,13 @@ class NamedKernel:
         notes = plan.notes if traced.note is None else (*plan.notes, traced.note)
         return replace(plan.with_outputs(traced.outputs), own=traced.collectives, notes=notes)
 
+    def plan_of_inputs(
+        self, *args: Any, axes: Mapping[str, AxisBinding] | None = None, mesh: Any = None, **kwargs: Any
+    ) -> KernelPlan:
+        """The plan as far as it is known before the kernel is traced: without the sizes of its outputs."""
+        shape, _, key = self._read(args, kwargs, axes, None, mesh)
+        return self._ready(self._spec, shape, *key)[0]
+
     @functools.cached_property
     def plain(self) -> PlainKernel:
         """The kernel on plain arrays, under `jit` without an axis mapping too: `attend.plain(q, k, v)`.

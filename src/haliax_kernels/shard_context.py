@@ -74,11 +74,13 @@ def _shard_context(plan: KernelPlan) -> ShardContext:
     """An axis bound to several array axes is in it if only the first of these is sharded."""
     found = []
     for core, names in plan.bindings:
-        parts = [
-            max((a for x in plan.inputs for a in x.axes if a.core == core and a.name == name), key=lambda a: a.shards)
+        found_axes = [
+            [a for x in plan.inputs for a in x.axes if a.core == core and a.name == name]
             for name in names
             if core in plan.signature.input_axes
         ]
+        # An axis that only arguments have which are None is nowhere.
+        parts = [max(axes, key=lambda a: a.shards) for axes in found_axes if axes]
         if not parts or any(plan.several(a.kernel_mesh_axes) for a in parts[1:]):
             continue
         mesh_axes = plan.several(parts[0].kernel_mesh_axes)

@@ -19,6 +19,7 @@ from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
 from haliax_kernels.attention.differentiable import attention
 from haliax_kernels.attention.dropout import keep
+from haliax_kernels.attention.pallas_gpu import PallasGpu
 from haliax_kernels.attention.reference import dense_attention, dense_attention_grad
 
 
@@ -36,9 +37,9 @@ class InterpretedTpu:
             return pallas_tpu.backward(*args, interpret=True)
 
 
-IMPLEMENTATIONS = {"xla": xla, "pallas_tpu": InterpretedTpu}
+IMPLEMENTATIONS = {"xla": xla, "pallas_tpu": InterpretedTpu, "pallas_gpu": PallasGpu(interpret=True)}
 # Small, so that few positions make several blocks.
-BLOCKS = {"xla": BlockSizes(q=16, k=16), "pallas_tpu": BlockSizes(q=16, k=128)}
+BLOCKS = {"xla": BlockSizes(q=16, k=16), "pallas_tpu": BlockSizes(q=16, k=128), "pallas_gpu": BlockSizes(q=16, k=16)}
 
 GROUP, Q_LEN, K_LEN, KEY, VALUE = 2, 40, 56, 8, 12
 SCALE = 0.4
@@ -213,7 +214,10 @@ def _dense_bfloat16(x, sink, dense):
     return jnp.einsum("gqk,kd->gqd", p.astype(x.v.dtype), x.v), jnp.where(alive, jax.nn.logsumexp(logits, -1), 0)
 
 
-@pytest.mark.parametrize("option", ["none", "causal", "segments", "dropout", "all"])
+BFLOAT16 = ("none", "causal", "segments", "dropout", "all")
+
+
+@pytest.mark.parametrize("option", BFLOAT16)
 @every_implementation
 def test_bfloat16_errs_at_most_twice_as_much_as_dense(name, option):
     options, operands, sink = OPTIONS[option]
@@ -254,7 +258,7 @@ DRAWN = (
 @pytest.mark.slow
 @every_implementation
 def test_combinations(name):
-    # The interpreter of TPU kernels is slow.
+    # The interpreters of kernels are slow.
     @settings(max_examples=60 if name == "xla" else 15, deadline=None, derandomize=True)
     @given(
         static=st.sampled_from(DRAWN),

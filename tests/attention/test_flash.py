@@ -4,6 +4,7 @@
 """`flash_attention` on NamedArrays: values and gradients against float64, on meshes, and its refusals."""
 
 import dataclasses
+import re
 
 import haliax as hax
 import jax
@@ -164,7 +165,7 @@ def test_rows_that_see_nothing():
 def test_sharded_axes_that_must_be_whole(axis):
     q, k, v = arrays()
     with jax.set_mesh(make_mesh(context=4)), hax.axis_mapping({axis: "context"}), pytest.raises(ShardedAxisError) as e:
-        flash_attention(Pos, KPos, D, q, k, v)
+        flash_attention(Pos, KPos, D, q, k, v, context_parallel="error")
     for text in ("flash_attention", repr(axis), "'context' (4 devices)", "hax.axis_mapping", f'"{axis}": None'):
         assert text in str(e.value)
 
@@ -210,11 +211,6 @@ def test_an_option_that_the_forced_implementation_lacks_is_named(option):
     assert isinstance(e.value, NotImplementedError)
 
 
-def test_context_parallel_is_refused_by_name():
-    with pytest.raises(UnsupportedOptionError, match="context_parallel='ring'"):
-        flash_attention(Pos, KPos, D, *arrays(), context_parallel="ring")
-
-
 def test_no_implementation_says_why_each_cannot(monkeypatch):
     refusing = tuple(dataclasses.replace(i, honours=frozenset()) for i in IMPLEMENTATIONS)
     monkeypatch.setattr(backends, "IMPLEMENTATIONS", refusing)
@@ -255,7 +251,7 @@ def test_an_offset_without_causality_is_no_option():
 
 
 def test_choice_of_implementation(caplog):
-    with pytest.raises(ArgumentError, match="'pallas_tpu', 'splash', 'xla'"):
+    with pytest.raises(ArgumentError, match="'pallas_tpu', 'splash', 'pallas_gpu', 'xla'"):
         flash_attention(Pos, KPos, D, *arrays(), implementation="nope")
     with pytest.raises(UnsupportedOptionError, match="needs a tpu, and this call runs on cpu"):
         flash_attention(Pos, KPos, D, *arrays(), implementation="splash")
@@ -263,9 +259,27 @@ def test_choice_of_implementation(caplog):
     assert choose(Request("tpu", (), jnp.bfloat16, BlockSizes(256, 128)), "splash").name == "splash"
     with pytest.raises(UnsupportedOptionError, match="multiples of 128, but are q 64"):
         choose(Request("tpu", (), jnp.float32, BlockSizes(64, 128)), "splash")
+    assert choose(Request("gpu", ("bias", "dropout"), jnp.float16, BlockSizes(64, 32), 256), None).name == "pallas_gpu"
+    with pytest.raises(UnsupportedOptionError, match="powers of two of at least 16, but are q 48"):
+        choose(Request("gpu", (), jnp.float32, BlockSizes(48, 32)), "pallas_gpu")
     with caplog.at_level("WARNING"):
-        assert choose(Request("tpu", (), jnp.float16), None).name == "xla"
-    assert "float16" in caplog.text
+        assert choose(Request("cpu", (), jnp.float16), None).name == "xla"
+    assert not caplog.text
+
+
+@pytest.mark.parametrize(
+    ("request_", "why"),
+    [
+        (Request("tpu", (), jnp.float16), "'pallas_tpu' cannot.*not float16"),
+        (Request("gpu", (), jnp.float64), "'pallas_gpu' cannot.*not float64"),
+        (Request("gpu", (), jnp.bfloat16, head_size=320), "'pallas_gpu' cannot.*at most 256, but is 320"),
+    ],
+)
+def test_falling_back_to_xla_is_logged(request_, why, caplog):
+    backends._log_once.cache_clear()
+    with caplog.at_level("WARNING"):
+        assert choose(request_, None).name == "xla"
+    assert re.search(why, caplog.text)
 
 
 def test_same_position_names():

@@ -377,7 +377,7 @@ def test_even_blocks(length, multiple, factor):
 
 
 def test_block_sizes():
-    assert default_block_sizes(4096, 4096, "cpu") == BlockSizes(q=256, k=512)
+    assert default_block_sizes(4096, 4096, "cpu") == BlockSizes(q=256, k=256)
     assert default_block_sizes(1025, 1, "tpu") == BlockSizes(q=344, k=8)
     with pytest.raises(ValueError, match=r"block_sizes\.k"):
         BlockSizes(q=8, k=0)

@@ -21,14 +21,26 @@ pytestmark = pytest.mark.levanter
         ),
         (
             {"implementation": "Splosh"},
-            "kernels.implementation: unknown value 'Splosh'; did you mean 'splash'? allowed: null, splash, xla.",
+            "kernels.implementation: unknown value 'Splosh'; did you mean 'splash'? allowed: null, pallas_tpu, "
+            "splash, pallas_gpu, xla.",
         ),
-        ({"context_parallel": "ring"}, "kernels.context_parallel: unknown value 'ring'; allowed: auto, error."),
+        (
+            {"context_parallel": "rings"},
+            "kernels.context_parallel: unknown value 'rings'; did you mean 'ring'? allowed: auto, ring, zigzag, "
+            "allgather, ulysses, error.",
+        ),
+        (
+            {"context_parallel": {"node": "auto"}},
+            "kernels.context_parallel.node: unknown value 'auto'; allowed: ring, zigzag, allgather, ulysses.",
+        ),
         (
             {"on_unsupported": "fall_back"},
             "kernels.on_unsupported: unknown value 'fall_back'; did you mean 'fallback'? allowed: error, fallback.",
         ),
-        ({"context_parallel": 3}, "kernels.context_parallel: unknown value 3; allowed: auto, error."),
+        (
+            {"context_parallel": 3},
+            "kernels.context_parallel: unknown value 3; allowed: auto, ring, zigzag, allgather, ulysses, error.",
+        ),
         ({"block_q": 0}, "kernels.block_q: 0 is not a positive integer or null."),
         ({"block_k": True}, "kernels.block_k: True is not a positive integer or null."),
         ({"default_backend": "yes"}, "kernels.default_backend: 'yes' is not true or false."),

@@ -14,7 +14,13 @@ EXAMPLES = sorted((Path(__file__).parents[2] / "examples" / "levanter_configs").
 
 
 def test_there_are_examples():
-    assert {path.stem for path in EXAMPLES} >= {"llama_tiny_cpu", "llama_7b_v5p", "gpt2_small_v5e"}
+    assert {path.stem for path in EXAMPLES} >= {
+        "llama_tiny_cpu",
+        "llama_tiny_context_parallel",
+        "llama_7b_v5p",
+        "llama_7b_128k_v5p",
+        "gpt2_small_v5e",
+    }
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
@@ -26,4 +32,4 @@ def test_an_example_is_a_config_of_levanters(registered, tmp_path, path):
     assert config.model.attn_backend is registered.PALLAS_FLASH
     mapping = config.trainer.mesh.resolved_compute_mapping
     assert mapping["kv_head"] == mapping["heads"] == mapping["mlp"] == "model"
-    assert "position" not in mapping
+    assert ("position" in mapping) == ("context_parallel" in path.stem or "128k" in path.stem)

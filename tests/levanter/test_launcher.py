@@ -116,3 +116,27 @@ def test_the_tiny_llama_learns_with_our_kernel(tmp_path):
     assert "pallas_flash registered (hook: wrapper)" in output
     assert "falls back" not in output
     assert {path.name for path in tmp_path.iterdir()} == {"levanter_runs"}
+
+
+def losses_of(done: subprocess.CompletedProcess[str]) -> dict[int, float]:
+    assert done.returncode == 0, done.stderr[-3000:]
+    logged = re.findall(
+        r'"event": "log", "step": (\d+), "metrics": \{"train/loss": ([\d.]+)', done.stdout + done.stderr
+    )
+    return {int(step): float(loss) for step, loss in logged}
+
+
+@pytest.mark.slow
+def test_a_sharded_sequence_trains_as_vanilla_does_on_a_whole_one(tmp_path):
+    sharded = EXAMPLES / "llama_tiny_context_parallel.yaml"
+    done = launch("train_lm", "--config_path", str(sharded), "--devices", "8", cwd=tmp_path)
+    ours = losses_of(done)
+    output = done.stdout + done.stderr
+    assert "zigzag over context" in output and "pallas_flash runs attention" in output and "falls back" not in output
+    whole = (EXAMPLES / "llama_tiny_cpu.yaml").read_text().replace("pallas_flash", "vanilla")
+    (tmp_path / "vanilla.yaml").write_text(whole)
+    theirs = losses_of(launch("train_lm", "--config_path", "vanilla.yaml", "--devices", "8", cwd=tmp_path))
+    assert sorted(ours)[-18:] == list(range(2, 20)) and ours.keys() == theirs.keys()
+    worst = max(abs(ours[step] / theirs[step] - 1) for step in ours)
+    print(f"{len(ours)} steps, loss {ours[2]:.4f} to {ours[19]:.4f}, largest relative difference {worst:.1e}")
+    assert worst <= 1e-4

@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One of two processes: named kernels with a `Sum`, a `Halo` and a `Manual` axis across both.
+"""One of two processes: named kernels with a `Sum`, a `Halo` and a `Manual` axis across both, and attention in a ring.
 
 _program.py ADDRESS INDEX
 """
@@ -16,7 +16,7 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_kernels import Halo, Manual, Sum, named_kernel
+from haliax_kernels import AttentionMask, Halo, Manual, Sum, flash_attention, named_kernel
 from haliax_kernels.collectives import exclusive_prefix
 
 Pos, Embed, Out = Axis("pos", 8), Axis("embed", 12), Axis("out", 3)
@@ -39,6 +39,38 @@ def accumulate(x, w, *, shard):
 
 def accumulate_reference(x, w):
     return jnp.cumsum(x @ w, axis=0)
+
+
+def ring_attention(mesh: Mesh) -> None:
+    """The sequence over all devices of both processes, against dense attention."""
+    Q, K, D = Axis("position", 32), Axis("key_position", 32), Axis("head_size", 8)
+    q, k, v, ct = np.random.default_rng(1).normal(size=(4, 32, 8)).astype(np.float32)
+
+    def dense(q, k, v):
+        logits = jnp.where(jnp.tri(32, dtype=bool), q @ k.T / 8**0.5, -jnp.inf)
+        return jax.nn.softmax(logits) @ v
+
+    want, pullback = jax.vjp(dense, q, k, v)
+    wanted = (want, *pullback(jnp.asarray(ct)))
+    sharding = NamedSharding(mesh, PartitionSpec(("process", "device")))
+
+    def placed(value, axis):
+        return hax.named(jax.make_array_from_callback(value.shape, sharding, lambda i: value[i]), (axis, D))
+
+    for mode in ("ring", "zigzag"):
+
+        def both(q, k, v, ct, mode=mode):
+            def attend(q, k, v):
+                return flash_attention(Q, K, D, q, k, v, AttentionMask.causal(), context_parallel=mode).array
+
+            out, back = jax.vjp(attend, q, k, v)
+            return out, *(g.array for g in back(ct.array))
+
+        with jax.set_mesh(mesh), hax.axis_mapping({"position": ("process", "device")}):
+            found = jax.jit(both)(placed(q, Q), placed(k, K), placed(v, K), placed(ct, Q))
+        for got, expected in zip(found, wanted, strict=True):
+            for shard in got.addressable_shards:
+                np.testing.assert_allclose(shard.data, np.asarray(expected)[shard.index], rtol=2e-5, atol=2e-5)
 
 
 def main(address: str, index: int) -> None:
@@ -68,6 +100,7 @@ def main(address: str, index: int) -> None:
         for got, expected in zip(found, wanted, strict=True):
             for shard in got.addressable_shards:
                 np.testing.assert_allclose(shard.data, np.asarray(expected)[shard.index], rtol=1e-4, atol=1e-4)
+    ring_attention(mesh)
     print("right", flush=True)
 
 

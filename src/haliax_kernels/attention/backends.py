@@ -5,10 +5,11 @@
 
 import functools
 import importlib
+import inspect
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -16,15 +17,19 @@ import jax.numpy as jnp
 from haliax_kernels import _compat
 from haliax_kernels.attention import differentiable
 from haliax_kernels.attention.block_sizes import BlockSizes
-from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
+from haliax_kernels.attention.contract import AttentionImplementation, AttentionOperands, AttentionOptions
+from haliax_kernels.context.attend import sharded_attention
+from haliax_kernels.context.strategy import Strategy
 from haliax_kernels.errors import ArgumentError, NoImplementationError, UnsupportedOptionError
 from haliax_kernels.kernel import NamedKernel, named_kernel
-from haliax_kernels.policies import Parallel
+from haliax_kernels.policies import Gather, Manual, Parallel, Policy
+from haliax_kernels.shard_context import ShardContext
 
 logger = logging.getLogger(__name__)
 
 _WHOLE = ("keep it whole in the axis mapping", '{{**mapping, "{axis}": None}}')
 _SEQUENCE = (
+    ("let its shards work together", 'flash_attention(..., context_parallel="auto")'),
     _WHOLE,
     ("shard the batch or the heads instead", '{{**mapping, "{axis}": None, "batch": ("data", {mesh_axes})}}'),
 )
@@ -40,12 +45,14 @@ class Request:
         options: the names of the options in use that not every implementation has to honour, such as `bias`.
         dtype: the dtype of the products' operands.
         block_sizes: the block sizes asked for.
+        head_size: the size of keys or values, whichever is larger.
     """
 
     platform: str
     options: tuple[str, ...]
     dtype: Any
     block_sizes: BlockSizes | None = None
+    head_size: int = 1
 
 
 @dataclass(frozen=True)
@@ -56,14 +63,14 @@ class Implementation:
         name: what `implementation=` calls it.
         platforms: where it runs; None for everywhere.
         honours: the options it honours.
-        make: the local function; `make(return_lse)` imports what it needs.
+        make: the local function of a layout; it imports what it needs.
         limits: further reasons why it cannot run a request.
     """
 
     name: str
     platforms: frozenset[str] | None
     honours: frozenset[str]
-    make: Callable[[bool], Callable[..., Any]] = field(compare=False)
+    make: Callable[["Layout"], Callable[..., Any]] = field(compare=False)
     limits: Callable[[Request], list[str]] = field(default=lambda request: [], compare=False)
 
     def refusals(self, request: Request) -> list[str]:
@@ -87,15 +94,39 @@ EVERYTHING = frozenset(
         "explicit mask",
         "causal_offset",
         "sliding_window",
+        "context_parallel",
     }
 )
 
 
-def _with_contract(module: str) -> Callable[[bool], Callable[..., Any]]:
-    """The local function over a module that has the contract's pair."""
+@dataclass(frozen=True)
+class Layout:
+    """What the signature of a call depends on.
 
-    def make(return_lse: bool) -> Callable[..., Any]:
-        implementation: Any = importlib.import_module(module)
+    Attributes:
+        return_lse: whether the logsumexp is an output.
+        masks: whether the mask has the group axis.
+        biases: whether the bias has it.
+        strategy: how the shards of the sequence work together; None where it is whole.
+    """
+
+    return_lse: bool = False
+    masks: bool = False
+    biases: bool = False
+    strategy: Strategy | None = None
+
+
+def pair_of(name: str) -> AttentionImplementation:
+    """The contract's pair of an implementation that has one."""
+    return cast(Any, importlib.import_module(f"haliax_kernels.attention.{name}"))
+
+
+def _with_contract(name: str) -> Callable[[Layout], Callable[..., Any]]:
+    """The local function over an implementation that has the contract's pair."""
+
+    def make(layout: Layout) -> Callable[..., Any]:
+        implementation = pair_of(name)
+        strategy = layout.strategy
 
         def flash_attention(
             q: jax.Array,
@@ -114,15 +145,29 @@ def _with_contract(module: str) -> Callable[[bool], Callable[..., Any]]:
             mask, bias = (x[None] if x is not None and x.ndim == 2 else x for x in (mask, bias))
             offset = 0 if q_offset is None else q_offset
             operands = AttentionOperands(q, k, v, offset, 0, q_segment_ids, k_segment_ids, mask, bias, seed)
-            both = differentiable.attention(implementation, options, operands, sink)
-            return both if return_lse else both[0]
+            if strategy is None:
+                both = differentiable.attention(implementation, options, operands, sink)
+            else:
+                both = sharded_attention(implementation, strategy, options, operands, sink)
+            return both if layout.return_lse else both[0]
 
-        return flash_attention
+        if strategy is None:
+            return flash_attention
+
+        # The mesh axes are known from the strategy; a kernel with `Manual` axes must take `shard` all the same.
+        def of_shards(*args: Any, shard: ShardContext, **kwargs: Any) -> Any:
+            del shard
+            return flash_attention(*args, **kwargs)
+
+        signature = inspect.signature(flash_attention)
+        shard = inspect.Parameter("shard", inspect.Parameter.KEYWORD_ONLY)
+        of_shards.__signature__ = signature.replace(parameters=[*signature.parameters.values(), shard])
+        return of_shards
 
     return make
 
 
-def _make_splash(return_lse: bool) -> Callable[..., Any]:
+def _make_splash(layout: Layout) -> Callable[..., Any]:
     from haliax_kernels.attention import splash
 
     def flash_attention(
@@ -156,16 +201,35 @@ def _splash_limits(request: Request) -> list[str]:
     return reasons
 
 
+def _gpu_limits(request: Request) -> list[str]:
+    reasons = []
+    if request.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        reasons.append(f"it takes float32, bfloat16 and float16, not {jnp.dtype(request.dtype)}")
+    if request.head_size > 256:
+        reasons.append(f"its head size is at most 256, but is {request.head_size}")
+    sizes = request.block_sizes
+    if sizes is not None and any(s < 16 or s & (s - 1) for s in (sizes.q, sizes.k)):
+        reasons.append(f"its block_sizes must be powers of two of at least 16, but are q {sizes.q}, k {sizes.k}")
+    return reasons
+
+
 IMPLEMENTATIONS = (
     Implementation(
         "pallas_tpu",
         frozenset({"tpu"}),
         EVERYTHING,
-        _with_contract("haliax_kernels.attention.pallas_tpu"),
+        _with_contract("pallas_tpu"),
         _tpu_limits,
     ),
     Implementation("splash", frozenset({"tpu"}), frozenset(), _make_splash, _splash_limits),
-    Implementation("xla", None, EVERYTHING, _with_contract("haliax_kernels.attention.xla")),
+    Implementation(
+        "pallas_gpu",
+        frozenset({"gpu"}),
+        EVERYTHING,
+        _with_contract("pallas_gpu"),
+        _gpu_limits,
+    ),
+    Implementation("xla", None, EVERYTHING, _with_contract("xla")),
 )
 
 
@@ -191,13 +255,16 @@ def choose(request: Request, forced: str | None) -> Implementation:
             )
         return found
     refused: list[Exception] = []
+    made_for_it: list[Exception] = []
     for candidate in IMPLEMENTATIONS:
         reasons = candidate.refusals(request)
         if not reasons:
-            if request.platform in (IMPLEMENTATIONS[0].platforms or ()) and refused:
-                _log_once(f"{refused[-1]} Taking {candidate.name!r} instead.")
+            if made_for_it:
+                _log_once(f"{made_for_it[0]} Taking {candidate.name!r} instead.")
             return candidate
         refused.append(UnsupportedOptionError(_reason(candidate, reasons)))
+        if request.platform in (candidate.platforms or ()):
+            made_for_it.append(refused[-1])
     options = ", ".join(request.options)
     raise NoImplementationError(f"flash_attention: no implementation supports {options} here", refused)
 
@@ -211,23 +278,28 @@ def _log_once(message: str) -> None:
     logger.warning(message)
 
 
-@dataclass(frozen=True)
-class Layout:
-    """What the signature of a call depends on: `masks` and `biases` say whether these have the group axis."""
-
-    return_lse: bool = False
-    masks: bool = False
-    biases: bool = False
-
-
 @functools.cache
 def kernel_of(implementation: Implementation, layout: Layout) -> NamedKernel:
     """The named kernel of an implementation."""
-    pairs = ("group q_pos k_pos" if grouped else "q_pos k_pos" for grouped in (layout.masks, layout.biases))
-    inputs = f"group q_pos key, k_pos key, k_pos value, q_pos, k_pos, {', '.join(pairs)}, group, group, ()"
-    outputs = "group q_pos value" + (", group q_pos" if layout.return_lse else "")
-    decorate = named_kernel(f"{inputs} -> {outputs}", policies={"group": Parallel()}, name="flash_attention")
-    return decorate(implementation.make(layout.return_lse)).with_remedies(REMEDIES)
+    strategy = layout.strategy
+    heads = "heads " if strategy is not None and strategy.ulysses else ""
+    # Where the keys are sharded, mask and bias have the shard's queries and all keys: these are another core axis.
+    keys = "all_keys" if strategy is not None and strategy.mode != "own_queries" else "k_pos"
+    pairs = (f"{'group ' if grouped else ''}q_pos {keys}" for grouped in (layout.masks, layout.biases))
+    inputs = (
+        f"{heads}group q_pos key, {heads}k_pos key, {heads}k_pos value, q_pos, k_pos, {', '.join(pairs)}, "
+        f"{heads}group, {heads}group, ()"
+    )
+    outputs = f"{heads}group q_pos value" + (f", {heads}group q_pos" if layout.return_lse else "")
+    policies: dict[str, Policy] = {"group": Parallel()}
+    if strategy is not None:
+        policies["q_pos"] = Manual()
+        if strategy.mode != "own_queries":
+            policies |= {"k_pos": Manual(reduces=True), "all_keys": Gather()}
+        if heads:
+            policies["heads"] = Parallel()
+    decorate = named_kernel(f"{inputs} -> {outputs}", policies=policies, name="flash_attention")
+    return decorate(implementation.make(layout)).with_remedies(REMEDIES)
 
 
 def current_platform() -> str:

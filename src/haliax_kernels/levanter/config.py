@@ -12,17 +12,18 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from haliax_kernels.context.strategy import CHOICES, ContextParallel
 from haliax_kernels.errors import NamedKernelError
 
-ContextParallel = Literal["auto", "error"]
-Implementation = Literal["pallas_tpu", "splash", "xla"]
+Implementation = Literal["pallas_tpu", "splash", "pallas_gpu", "xla"]
 OnUnsupported = Literal["error", "fallback"]
 
 _CHOICES: dict[str, tuple[str | None, ...]] = {
-    "context_parallel": ("auto", "error"),
-    "implementation": (None, "pallas_tpu", "splash", "xla"),
+    "context_parallel": CHOICES,
+    "implementation": (None, "pallas_tpu", "splash", "pallas_gpu", "xla"),
     "on_unsupported": ("error", "fallback"),
 }
+_MODES = tuple(mode for mode in CHOICES if mode not in ("auto", "error"))
 _BLOCKS = ("block_q", "block_k")
 
 
@@ -35,7 +36,8 @@ class KernelsConfig:
     """How the `pallas_flash` backend runs; the `kernels:` block of a Levanter YAML file.
 
     Attributes:
-        context_parallel: What to do when the sequence is sharded, as in `haliax_kernels.flash_attention`.
+        context_parallel: How the shards of a sharded sequence work together, as in `haliax_kernels.flash_attention`;
+            a mapping gives each mesh axis its own mode.
         implementation: The attention implementation to insist on; None takes the best one for the platform.
         block_q: Query block size; None leaves it to the model's `flash_attention_block_size`, then to the kernel.
         block_k: Key block size, likewise. When only one of the two is given, it holds for both.
@@ -54,7 +56,12 @@ class KernelsConfig:
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
-            _check_choice(name, getattr(self, name), allowed)
+            value = getattr(self, name)
+            if name == "context_parallel" and isinstance(value, Mapping):
+                for mesh_axis, mode in value.items():
+                    _check_choice(f"{name}.{mesh_axis}", mode, _MODES)
+            else:
+                _check_choice(name, value, allowed)
         for name in _BLOCKS:
             value = getattr(self, name)
             # bool is an int in Python, and `block_q: true` is a slip.

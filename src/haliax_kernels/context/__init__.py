@@ -1,0 +1,2 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
