@@ -4,6 +4,9 @@
 """`check_kernel` passes right kernels, and catches every planted lie, naming the axis or the argument."""
 
 import importlib.util
+import logging
+import threading
+import time
 
 import haliax as hax
 import jax
@@ -20,6 +23,7 @@ from haliax_kernels.collectives import exclusive_prefix, ring
 from haliax_kernels.errors import UnsupportedOptionError
 from haliax_kernels.testing import CheckReport, KernelCheckError, check_kernel
 from haliax_kernels.testing.call import read_call
+from haliax_kernels.testing.interpret import tpu_interpret_mode
 from haliax_kernels.testing.shardings import find_shardings
 from support import ATTENTION, attention, make_mesh
 
@@ -536,6 +540,23 @@ def test_failure_inside_a_pallas_kernel():
     text = failure(wrong, x, gradients=False)
     assert "fails when axis 'pos', declared Parallel()" in text and "IndexError" in text, text
     jax.effects_barrier()  # the failure is not raised again
+
+
+def test_the_failure_itself_rather_than_a_broken_barrier():
+    """Another device may still be at the interpreter's barrier, and JAX raises what it meets first; it logs both."""
+
+    def fail(seconds, error):
+        time.sleep(seconds)
+        try:
+            raise error
+        except Exception:
+            logging.getLogger("jax._src.callback").exception("jax.io_callback failed")
+
+    with pytest.raises(IndexError, match="row 3") as raised, tpu_interpret_mode():
+        fail(0, threading.BrokenBarrierError())
+        threading.Thread(target=fail, args=(0.3, IndexError("row 3"))).start()
+        raise jax.errors.JaxRuntimeError("BrokenBarrierError:")
+    assert isinstance(raised.value.__cause__, jax.errors.JaxRuntimeError)
 
 
 def doubled(interpret):

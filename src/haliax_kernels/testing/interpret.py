@@ -5,6 +5,8 @@
 
 import contextlib
 import io
+import logging
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -21,14 +23,49 @@ _MARK = "RACE DETECTED"
 def tpu_interpret_mode(detect_races: bool = False) -> Iterator[None]:
     """Run every Pallas call in TPU interpret mode. What a failed run left in its simulated memory is dropped."""
     pltpu.reset_tpu_interpret_mode_state()
+    with _first_failure() as first:
+        try:
+            with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=detect_races)):
+                yield
+        except Exception as e:
+            _forget_failed_effects()
+            cause = first.wait() if threading.BrokenBarrierError.__name__ in str(e) else None
+            if cause is not None:
+                raise cause from e
+            raise
+        finally:
+            pltpu.reset_tpu_interpret_mode_state()
+
+
+class _FirstFailure(logging.Handler):
+    """Where one simulated device fails, the others stop at a barrier, and JAX raises whichever it meets first. It logs
+    all of them."""
+
+    def __init__(self) -> None:
+        super().__init__(logging.ERROR)
+        self._error: BaseException | None = None
+        self._arrived = threading.Event()
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        if error is not None and self._error is None and not isinstance(error, threading.BrokenBarrierError):
+            self._error = error
+            self._arrived.set()
+
+    def wait(self) -> BaseException | None:
+        """What failed other than a barrier. Its device may be logging it still; None if nothing comes."""
+        self._arrived.wait(timeout=10)
+        return self._error
+
+
+@contextlib.contextmanager
+def _first_failure() -> Iterator[_FirstFailure]:
+    handler, logger = _FirstFailure(), logging.getLogger("jax")
+    logger.addHandler(handler)
     try:
-        with pltpu.force_tpu_interpret_mode(pltpu.InterpretParams(detect_races=detect_races)):
-            yield
-    except Exception:
-        _forget_failed_effects()
-        raise
+        yield handler
     finally:
-        pltpu.reset_tpu_interpret_mode_state()
+        logger.removeHandler(handler)
 
 
 def _forget_failed_effects() -> None:
