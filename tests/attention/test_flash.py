@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from haliax import Axis
 
-from haliax_kernels import AttentionMask, BlockSizes, flash_attention
+from haliax_kernels import AttentionMask, BlockSizes, flash_attention, implementations
 from haliax_kernels.attention import backends
-from haliax_kernels.attention.backends import IMPLEMENTATIONS, Request, choose
+from haliax_kernels.attention.backends import IMPLEMENTATIONS, Request
 from haliax_kernels.attention.reference import dense_attention, dense_attention_grad
 from haliax_kernels.errors import (
     ArgumentError,
@@ -33,6 +33,10 @@ MESHES = [
     ({"data": 4, "model": 2}, {"batch": "data", "q_heads_per_group": "model"}),
     ({"data": 4, "idle": 2}, {"batch": "data"}),
 ]
+
+
+def choose(request, forced):
+    return implementations.choose("flash_attention", backends.IMPLEMENTATIONS, request, forced)
 
 
 def arrays(value=Dv, kpos=KPos, dtype=jnp.float32):
@@ -276,7 +280,7 @@ def test_choice_of_implementation(caplog):
     ],
 )
 def test_falling_back_to_xla_is_logged(request_, why, caplog):
-    backends._log_once.cache_clear()
+    implementations._log_once.cache_clear()
     with caplog.at_level("WARNING"):
         assert choose(request_, None).name == "xla"
     assert re.search(why, caplog.text)

@@ -1,31 +1,27 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""The implementations of attention, and the choice among them."""
+"""The implementations of attention, each with its named kernel."""
 
 import functools
 import importlib
 import inspect
-import logging
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
 
-from haliax_kernels import _compat
 from haliax_kernels.attention import differentiable
 from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionImplementation, AttentionOperands, AttentionOptions
 from haliax_kernels.context.attend import sharded_attention
 from haliax_kernels.context.strategy import Strategy
-from haliax_kernels.errors import ArgumentError, NoImplementationError, UnsupportedOptionError
+from haliax_kernels.implementations import Implementation
 from haliax_kernels.kernel import NamedKernel, named_kernel
 from haliax_kernels.policies import Gather, Manual, Parallel, Policy
 from haliax_kernels.shard_context import ShardContext
-
-logger = logging.getLogger(__name__)
 
 _WHOLE = ("keep it whole in the axis mapping", '{{**mapping, "{axis}": None}}')
 _SEQUENCE = (
@@ -53,35 +49,6 @@ class Request:
     dtype: Any
     block_sizes: BlockSizes | None = None
     head_size: int = 1
-
-
-@dataclass(frozen=True)
-class Implementation:
-    """One implementation of the block contract.
-
-    Attributes:
-        name: what `implementation=` calls it.
-        platforms: where it runs; None for everywhere.
-        honours: the options it honours.
-        make: the local function of a layout; it imports what it needs.
-        limits: further reasons why it cannot run a request.
-    """
-
-    name: str
-    platforms: frozenset[str] | None
-    honours: frozenset[str]
-    make: Callable[["Layout"], Callable[..., Any]] = field(compare=False)
-    limits: Callable[[Request], list[str]] = field(default=lambda request: [], compare=False)
-
-    def refusals(self, request: Request) -> list[str]:
-        """Why it cannot run the request; empty if it can."""
-        reasons = [f"it does not support {o}" for o in request.options if o not in self.honours]
-        reasons += self.limits(request)
-        if self.platforms is not None and request.platform not in self.platforms:
-            reasons.insert(
-                0, f"it needs a {' or '.join(sorted(self.platforms))}, and this call runs on {request.platform}"
-            )
-        return reasons
 
 
 EVERYTHING = frozenset(
@@ -213,7 +180,7 @@ def _gpu_limits(request: Request) -> list[str]:
     return reasons
 
 
-IMPLEMENTATIONS = (
+IMPLEMENTATIONS: tuple[Implementation[Layout, Request], ...] = (
     Implementation(
         "pallas_tpu",
         frozenset({"tpu"}),
@@ -233,53 +200,8 @@ IMPLEMENTATIONS = (
 )
 
 
-def choose(request: Request, forced: str | None) -> Implementation:
-    """The implementation for a request: the forced one, or the first that honours everything.
-
-    Raises:
-        ArgumentError: an unknown name.
-        UnsupportedOptionError: the forced one cannot honour the request; the message names the option.
-        NoImplementationError: none can; holds every reason.
-    """
-    if forced is not None:
-        found = next((i for i in IMPLEMENTATIONS if i.name == forced), None)
-        if found is None:
-            raise ArgumentError(
-                f"flash_attention: implementation={forced!r} is none of "
-                f"{', '.join(repr(i.name) for i in IMPLEMENTATIONS)}, or None for the best on the platform."
-            )
-        reasons = found.refusals(request)
-        if reasons:
-            raise UnsupportedOptionError(
-                _reason(found, reasons) + " Leave implementation= out for an automatic choice."
-            )
-        return found
-    refused: list[Exception] = []
-    made_for_it: list[Exception] = []
-    for candidate in IMPLEMENTATIONS:
-        reasons = candidate.refusals(request)
-        if not reasons:
-            if made_for_it:
-                _log_once(f"{made_for_it[0]} Taking {candidate.name!r} instead.")
-            return candidate
-        refused.append(UnsupportedOptionError(_reason(candidate, reasons)))
-        if request.platform in (candidate.platforms or ()):
-            made_for_it.append(refused[-1])
-    options = ", ".join(request.options)
-    raise NoImplementationError(f"flash_attention: no implementation supports {options} here", refused)
-
-
-def _reason(implementation: Implementation, reasons: list[str]) -> str:
-    return f"flash_attention: implementation {implementation.name!r} cannot run this call: {'; '.join(reasons)}."
-
-
 @functools.cache
-def _log_once(message: str) -> None:
-    logger.warning(message)
-
-
-@functools.cache
-def kernel_of(implementation: Implementation, layout: Layout) -> NamedKernel:
+def kernel_of(implementation: Implementation[Layout, Request], layout: Layout) -> NamedKernel:
     """The named kernel of an implementation."""
     strategy = layout.strategy
     heads = "heads " if strategy is not None and strategy.ulysses else ""
@@ -300,8 +222,3 @@ def kernel_of(implementation: Implementation, layout: Layout) -> NamedKernel:
             policies["heads"] = Parallel()
     decorate = named_kernel(f"{inputs} -> {outputs}", policies=policies, name="flash_attention")
     return decorate(implementation.make(layout)).with_remedies(REMEDIES)
-
-
-def current_platform() -> str:
-    """The platform that a call in this context runs on: that of the context's mesh, else JAX's default backend."""
-    return _compat.mesh_platform(_compat.context_mesh() or _compat.legacy_mesh()) or jax.default_backend()

@@ -16,13 +16,14 @@ import jax.numpy as jnp
 from haliax import AxisSelector, NamedArray
 from haliax.axis import axis_name
 
-from haliax_kernels.attention.backends import Layout, Request, choose, current_platform, kernel_of
+from haliax_kernels.attention.backends import IMPLEMENTATIONS, Layout, Request, kernel_of
 from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionOptions
 from haliax_kernels.attention.mask import read_mask
 from haliax_kernels.attention.sequence import keys_beside_queries, note, strategy_of, without_reason
 from haliax_kernels.context.strategy import LAYOUTS, ContextParallel
 from haliax_kernels.errors import ArgumentError, BindingError, UnsupportedOptionError
+from haliax_kernels.implementations import choose, current_platform
 from haliax_kernels.kernel import NamedKernel
 from haliax_kernels.plan import KernelPlan
 
@@ -263,7 +264,7 @@ def _prepare(
     request = Request(
         current_platform(), tuple(name for name, on in used.items() if on), dtype, block_sizes, max(sizes)
     )
-    chosen = choose(request, implementation)
+    chosen = choose("flash_attention", IMPLEMENTATIONS, request, implementation)
     scale = scaling_factor if scaling_factor is not None else 1.0 / math.sqrt(query.axis_size(head))
     q, k, v = (x if x.dtype == dtype else x.astype(dtype) for x in (query, key, value))
     if not isinstance(scale, int | float):  # an array
@@ -289,7 +290,12 @@ def _prepare(
     if strategy is None:
         return _Prepared(kernel, tuple(arguments), options, axes, q_axis, k_axis, None)
     if "context_parallel" not in chosen.honours:
-        chosen = choose(replace(request, options=(*request.options, "context_parallel")), implementation)
+        chosen = choose(
+            "flash_attention",
+            IMPLEMENTATIONS,
+            replace(request, options=(*request.options, "context_parallel")),
+            implementation,
+        )
     kernel = kernel_of(chosen, replace(layout, strategy=without_reason(strategy)))
     if strategy.mode != "own_queries":
         whole = f"{k_pos} (whole)"

@@ -11,13 +11,14 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
-from haliax_kernels.attention.backends import Request, choose, current_platform, pair_of
+from haliax_kernels.attention.backends import IMPLEMENTATIONS, Request, pair_of
 from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
 from haliax_kernels.attention.differentiable import attention
 from haliax_kernels.context import strategy
 from haliax_kernels.context.attend import sharded_attention
 from haliax_kernels.errors import ArgumentError
+from haliax_kernels.implementations import choose, current_platform
 from haliax_kernels.kernel import NamedKernel, named_kernel
 from haliax_kernels.policies import Manual, Parallel
 from haliax_kernels.shard_context import AxisShard, ShardContext
@@ -112,7 +113,7 @@ def plain_flash_attention(
         current_platform(), (*(n for n, v in used.items() if v), "context_parallel"), dtype, block_sizes,
         max(size, value.shape[3]),
     )  # fmt: skip
-    chosen = choose(request, implementation)
+    chosen = choose("flash_attention", IMPLEMENTATIONS, request, implementation)
     options = AttentionOptions(
         scale=size**-0.5 if scale is None else scale,
         left=None if sliding_window is None else sliding_window - 1,

@@ -1,0 +1,123 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The choice among several implementations of one operation."""
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, Protocol, TypeVar
+
+import jax
+
+from haliax_kernels import _compat
+from haliax_kernels.errors import ArgumentError, NoImplementationError, UnsupportedOptionError
+
+logger = logging.getLogger(__name__)
+
+
+class Request(Protocol):
+    """What a call asks for, as far as the choice depends on it."""
+
+    @property
+    def platform(self) -> str:
+        """`cpu`, `gpu` or `tpu`."""
+        ...
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """The names of the options in use that not every implementation has to honour."""
+        ...
+
+
+L = TypeVar("L")
+R = TypeVar("R", bound=Request)
+
+
+@dataclass(frozen=True)
+class Implementation(Generic[L, R]):
+    """One implementation of an operation.
+
+    Attributes:
+        name: what `implementation=` calls it.
+        platforms: where it runs; None for everywhere.
+        honours: the options it honours.
+        make: the local function of a layout, which is what the signature of a call depends on; it imports what it
+            needs.
+        limits: further reasons why it cannot run a request.
+    """
+
+    name: str
+    platforms: frozenset[str] | None
+    honours: frozenset[str]
+    make: Callable[[L], Callable[..., Any]] = field(compare=False)
+    limits: Callable[[R], list[str]] = field(default=lambda request: [], compare=False)
+
+    def refusals(self, request: R) -> list[str]:
+        """Why it cannot run the request; empty if it can."""
+        reasons = [f"it does not support {o}" for o in request.options if o not in self.honours]
+        reasons += self.limits(request)
+        if self.platforms is not None and request.platform not in self.platforms:
+            reasons.insert(
+                0, f"it needs a {' or '.join(sorted(self.platforms))}, and this call runs on {request.platform}"
+            )
+        return reasons
+
+
+def choose(
+    operation: str, implementations: Sequence[Implementation[L, R]], request: R, forced: str | None
+) -> Implementation[L, R]:
+    """The implementation for a request: the forced one, or the first that honours everything.
+
+    Args:
+        operation: its name in messages.
+        implementations: the better one first.
+        request: what the call asks for.
+        forced: the caller's `implementation=`.
+
+    Raises:
+        ArgumentError: an unknown name.
+        UnsupportedOptionError: the forced one cannot honour the request; the message names the option.
+        NoImplementationError: none can; holds every reason.
+    """
+    if forced is not None:
+        found = next((i for i in implementations if i.name == forced), None)
+        if found is None:
+            raise ArgumentError(
+                f"{operation}: implementation={forced!r} is none of "
+                f"{', '.join(repr(i.name) for i in implementations)}, or None for the best on the platform."
+            )
+        reasons = found.refusals(request)
+        if reasons:
+            raise UnsupportedOptionError(
+                _reason(operation, found, reasons) + " Leave implementation= out for an automatic choice."
+            )
+        return found
+    refused: list[Exception] = []
+    made_for_it: list[Exception] = []
+    for candidate in implementations:
+        reasons = candidate.refusals(request)
+        if not reasons:
+            if made_for_it:
+                _log_once(f"{made_for_it[0]} Taking {candidate.name!r} instead.")
+            return candidate
+        refused.append(UnsupportedOptionError(_reason(operation, candidate, reasons)))
+        if request.platform in (candidate.platforms or ()):
+            made_for_it.append(refused[-1])
+    options = ", ".join(request.options)
+    raise NoImplementationError(f"{operation}: no implementation supports {options} here", refused)
+
+
+def _reason(operation: str, implementation: Implementation[L, R], reasons: list[str]) -> str:
+    return f"{operation}: implementation {implementation.name!r} cannot run this call: {'; '.join(reasons)}."
+
+
+@functools.cache
+def _log_once(message: str) -> None:
+    logger.warning(message)
+
+
+def current_platform() -> str:
+    """The platform that a call in this context runs on: that of the context's mesh, else JAX's default backend."""
+    return _compat.mesh_platform(_compat.context_mesh() or _compat.legacy_mesh()) or jax.default_backend()
