@@ -236,6 +236,8 @@ def ours(length: int, size: int, left: int | None) -> Callable[..., tuple[float,
                 runs = [1, tiles.k_count, *bodies, tiles.q_count, tiles.k_count]
             else:
                 runs = [1, *bodies, tiles.q_count]
+            if len(steps.flags) == 1:  # being the first step is no condition
+                runs = runs[1:]
             assert SPECIAL + len(tiles.special) > max(steps.bodies)
             total += kernel.cycles_of_ours([HEADS * n for n in runs], HEADS * len(steps.flags))
         return total
