@@ -11,7 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from haliax_kernels.linear.contract import LinearImplementation, LinearOperands, LinearOptions, LinearState
+from haliax_kernels.linear.contract import (
+    LinearGradients,
+    LinearImplementation,
+    LinearOperands,
+    LinearOptions,
+    LinearState,
+)
 
 _Y = Float[Array, "group pos value"]
 
@@ -56,12 +62,17 @@ def _bwd(
     x, residuals = saved
     dy, dstate = cotangents
     grads = implementation.backward(options, x, residuals, dy, dstate)
+    return (operand_gradients(x, grads),)
+
+
+_linear_attention.defvjp(_fwd, _bwd)
+
+
+def operand_gradients(x: LinearOperands, grads: LinearGradients) -> LinearOperands:
+    """The gradients as the cotangents of `x`: none of the segment ids, zero of a decay whose gradient nobody wants."""
     ids = None if x.segment_ids is None else np.zeros(x.segment_ids.shape, jax.dtypes.float0)
     log_decay = grads.log_decay
     if x.log_decay is not None and log_decay is None:
         log_decay = jnp.zeros_like(x.log_decay)
     state = None if x.state is None else grads.state
-    return (LinearOperands(grads.q, grads.k, grads.v, log_decay, ids, state, grads.beta),)  # type: ignore[arg-type]
-
-
-_linear_attention.defvjp(_fwd, _bwd)
+    return LinearOperands(grads.q, grads.k, grads.v, log_decay, ids, state, grads.beta)  # type: ignore[arg-type]

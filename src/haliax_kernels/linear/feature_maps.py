@@ -68,14 +68,23 @@ def needs_normalizer(feature_map: FeatureMap) -> bool:
     return feature_map == "exp"
 
 
+def check_name(feature_map: FeatureMap) -> None:
+    """Refuse a name that is none.
+
+    Raises:
+        ArgumentError: it says which there are.
+    """
+    if not callable(feature_map) and feature_map not in get_args(Name):
+        names = ", ".join(repr(name) for name in get_args(Name))
+        raise ArgumentError(f"feature_map={feature_map!r} is none of {names}, or a function.")
+
+
 def _plain(feature_map: FeatureMap, x: Array) -> Array:
+    check_name(feature_map)
     if callable(feature_map):
         return feature_map(x)
     if feature_map == "elu+1":
         return elu_plus_one(x)
     if feature_map == "relu":
         return jax.nn.relu(x)
-    if feature_map == "identity":
-        return x
-    names = ", ".join(repr(name) for name in get_args(Name))
-    raise ArgumentError(f"feature_map={feature_map!r} is none of {names}, or a function.")
+    return x

@@ -88,7 +88,7 @@ def compose(a: Summary, b: Summary) -> Summary:
     """Of the part `a` and, right behind it, the part `b`. Associative."""
     log_decay, ids = b.log_decay, None
     if a.ids is not None and b.ids is not None:
-        log_decay = jnp.where(_joined(a, b.ids), log_decay, decays.FLOOR)
+        log_decay = jnp.where(b.empty | _joined(a, b.ids), log_decay, decays.FLOOR)
         ids = jnp.stack([jnp.where(a.empty, b.ids[0], a.ids[0]), jnp.where(b.empty, a.ids[1], b.ids[1])])
     state = _through(log_decay, a.state, b.state)
     return Summary(a.log_decay + log_decay, state, ids, a.empty & b.empty)
