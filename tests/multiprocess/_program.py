@@ -1,7 +1,8 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""One of two processes: named kernels with a `Sum`, a `Halo` and a `Manual` axis across both, and attention in a ring.
+"""One of two processes: named kernels with a `Sum`, a `Halo` and a `Manual` axis across both, and attention,
+in a ring and linear.
 
 _program.py ADDRESS INDEX
 """
@@ -16,7 +17,7 @@ import numpy as np
 from haliax import Axis
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from haliax_kernels import AttentionMask, Halo, Manual, Sum, flash_attention, named_kernel
+from haliax_kernels import AttentionMask, Halo, Manual, Sum, flash_attention, linear_attention, named_kernel
 from haliax_kernels.collectives import exclusive_prefix
 
 Pos, Embed, Out = Axis("pos", 8), Axis("embed", 12), Axis("out", 3)
@@ -73,6 +74,38 @@ def ring_attention(mesh: Mesh) -> None:
                 np.testing.assert_allclose(shard.data, np.asarray(expected)[shard.index], rtol=2e-5, atol=2e-5)
 
 
+def linear(mesh: Mesh) -> None:
+    """Linear attention with its sequence over all devices of both processes, against its quadratic form."""
+    P, D = Axis("position", 32), Axis("head_size", 8)
+    q, k, v, ct = np.random.default_rng(2).uniform(0.1, 1, size=(4, 32, 8)).astype(np.float32)
+    gate = -np.random.default_rng(3).exponential(0.2, size=32).astype(np.float32)
+    sharding = NamedSharding(mesh, PartitionSpec(("process", "device")))
+
+    def quadratic(q, k, v, gate):
+        log = jnp.cumsum(gate)
+        scores = jnp.where(jnp.tri(32, dtype=bool), (q @ k.T) * jnp.exp(log[:, None] - log[None]), 0)
+        return scores @ v / scores.sum(1, keepdims=True)
+
+    want, pullback = jax.vjp(quadratic, q, k, v, gate)
+
+    def placed(value, *axes):
+        return hax.named(jax.make_array_from_callback(value.shape, sharding, lambda i: value[i]), axes)
+
+    def both(q, k, v, gate, ct):
+        def attend(q, k, v, gate):
+            return linear_attention(P, D, q, k, v, gate=gate, feature_map="identity").array
+
+        out, back = jax.vjp(attend, q, k, v, gate)
+        return out, *(g.array for g in back(ct.array))
+
+    arguments = (*(placed(x, P, D) for x in (q, k, v)), placed(gate, P), placed(ct, P, D))
+    with jax.set_mesh(mesh), hax.axis_mapping({"position": ("process", "device")}):
+        found = jax.jit(both)(*arguments)
+    for got, expected in zip(found, (want, *pullback(jnp.asarray(ct))), strict=True):
+        for shard in got.addressable_shards:
+            np.testing.assert_allclose(shard.data, np.asarray(expected)[shard.index], rtol=2e-5, atol=2e-5)
+
+
 def main(address: str, index: int) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     jax.distributed.initialize(address, num_processes=2, process_id=index)
@@ -101,6 +134,7 @@ def main(address: str, index: int) -> None:
             for shard in got.addressable_shards:
                 np.testing.assert_allclose(shard.data, np.asarray(expected)[shard.index], rtol=1e-4, atol=1e-4)
     ring_attention(mesh)
+    linear(mesh)
     print("right", flush=True)
 
 

@@ -41,16 +41,16 @@ class Summary(NamedTuple):
 
     Attributes:
         log_decay: the sum of the logs of decays, of the head or of each key channel; at most `decays.FLOOR` (a decay
-            of 0) if a segment starts inside.
+            of 0) if a segment starts inside. None where there is neither decay nor segment.
         state: the state after the part that starts from zero.
         ids: the segment ids of the first and last token; None without segments.
-        empty: whether there is no token at all.
+        empty: whether there is no token at all; None without segments, where it does not matter.
     """
 
-    log_decay: Float32[Array, ""] | Float32[Array, " key"]
+    log_decay: Float32[Array, ""] | Float32[Array, " key"] | None
     state: LinearState
     ids: Int32[Array, " 2"] | None
-    empty: Bool[Array, ""]
+    empty: Bool[Array, ""] | None
 
 
 def summary(options: LinearOptions, x: LinearOperands) -> Summary:
@@ -59,7 +59,7 @@ def summary(options: LinearOptions, x: LinearOperands) -> Summary:
     Not for differentiation: the gradients of a sharded sequence come from `gradient_summary` and `backward`.
     """
     state = xla.final_state(options, x._replace(state=None))
-    return Summary(_log_decay(x), state, _ids(x, (0, -1)), jnp.zeros((), bool))
+    return Summary(_log_decay(x), state, _ids(x, (0, -1)), _empty(x, False))
 
 
 def gradient_summary(
@@ -74,24 +74,28 @@ def gradient_summary(
         dy: the gradient of its results.
     """
     state = xla.first_state_gradient(options, x, residuals, dy)
-    return Summary(_log_decay(x), state, _ids(x, (-1, 0)), jnp.zeros((), bool))
+    return Summary(_log_decay(x), state, _ids(x, (-1, 0)), _empty(x, False))
 
 
 def identity(options: LinearOptions, x: LinearOperands) -> Summary:
     """Of no tokens: `compose` leaves alone what is composed with it."""
     shape = () if x.log_decay is None or x.log_decay.ndim < 2 else (x.k.shape[1],)
+    decayed = x.log_decay is not None or x.segment_ids is not None
+    log_decay = jnp.zeros(shape, jnp.float32) if decayed else None
     ids = None if x.segment_ids is None else jnp.zeros(2, jnp.int32)
-    return Summary(jnp.zeros(shape, jnp.float32), xla.zero_state(options, x), ids, jnp.ones((), bool))
+    return Summary(log_decay, xla.zero_state(options, x), ids, _empty(x, True))
 
 
 def compose(a: Summary, b: Summary) -> Summary:
     """Of the part `a` and, right behind it, the part `b`. Associative."""
-    log_decay, ids = b.log_decay, None
-    if a.ids is not None and b.ids is not None:
-        log_decay = jnp.where(b.empty | _joined(a, b.ids), log_decay, decays.FLOOR)
+    log_decay, ids, empty = b.log_decay, None, None
+    if a.ids is not None and b.ids is not None and a.empty is not None and b.empty is not None:
+        log_decay = jnp.where(b.empty | _joined(a, b.ids), b.log_decay, decays.FLOOR)
         ids = jnp.stack([jnp.where(a.empty, b.ids[0], a.ids[0]), jnp.where(b.empty, a.ids[1], b.ids[1])])
+        empty = a.empty & b.empty
     state = _through(log_decay, a.state, b.state)
-    return Summary(a.log_decay + log_decay, state, ids, a.empty & b.empty)
+    total = None if a.log_decay is None or log_decay is None else a.log_decay + log_decay
+    return Summary(total, state, ids, empty)
 
 
 def entering(before: Summary, first: LinearState | None, ids: Int32[Array, " 2"] | None) -> LinearState:
@@ -111,19 +115,25 @@ def entering(before: Summary, first: LinearState | None, ids: Int32[Array, " 2"]
 
 def _joined(a: Summary, ids: Int32[Array, " 2"]) -> Bool[Array, ""]:
     """Whether what follows `a` and has these ids goes on with a's last segment."""
-    assert a.ids is not None
+    assert a.ids is not None and a.empty is not None
     return a.empty | (a.ids[1] == ids[0])
 
 
-def _through(log_decay: Array, old: LinearState, added: LinearState) -> LinearState:
+def _through(log_decay: Array | None, old: LinearState, added: LinearState) -> LinearState:
+    if log_decay is None:
+        return jax.tree.map(jnp.add, old, added)
     decay = jnp.exp(log_decay)
     s = (decay if decay.ndim == 0 else decay[:, None]) * old.s + added.s
     return LinearState(s, None if old.z is None or added.z is None else decay * old.z + added.z)
 
 
-def _log_decay(x: LinearOperands) -> Array:
+def _log_decay(x: LinearOperands) -> Array | None:
     log = decays.per_token(x.log_decay, x.segment_ids, x.k.shape[0])
-    return jnp.zeros((), jnp.float32) if log is None else log.sum(0)
+    return None if log is None else log.sum(0)
+
+
+def _empty(x: LinearOperands, value: bool) -> Array | None:
+    return None if x.segment_ids is None else jnp.full((), value)
 
 
 def _ids(x: LinearOperands, places: tuple[int, int]) -> Array | None:
