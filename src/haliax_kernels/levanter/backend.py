@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Register `pallas_flash` with Levanter: the enum member, the dispatcher, and the ways the member is written down.
+"""Register `pallas_flash` and `linear` with Levanter: enum members, the dispatcher, and how members are written down.
 
 Levanter has no registry of attention backends. A member added to `AttentionBackend` alone would be a trap, because
 the `match` in Levanter's dispatcher sends what it does not know to `jax_flash` in silence; so the dispatcher is hooked
@@ -11,6 +11,7 @@ first.
 from __future__ import annotations
 
 import copyreg
+import importlib
 import logging
 import sys
 from collections.abc import Callable
@@ -24,11 +25,11 @@ from draccus.utils import DecodingError
 
 from haliax_kernels.distributions import require_levanter
 from haliax_kernels.levanter.config import nearest
-from haliax_kernels.levanter.dispatch import BACKEND_VALUE, make_dispatcher
+from haliax_kernels.levanter.dispatch import BACKEND_VALUE, LINEAR_VALUE, make_dispatcher
 
 logger = logging.getLogger(__name__)
 
-MEMBER_NAME = "PALLAS_FLASH"
+_MEMBERS = {"PALLAS_FLASH": BACKEND_VALUE, "LINEAR": LINEAR_VALUE}
 
 HookKind = Literal["wrapper", "rebound"]
 
@@ -36,7 +37,8 @@ _hook: HookKind | None = None
 
 
 def register() -> HookKind:
-    """Makes `pallas_flash` an attention backend of Levanter, for every model and whatever was imported before.
+    """Makes `pallas_flash` and `linear` attention backends of Levanter, for every model and whatever was imported
+    before, and `linear_llama` a model type.
 
     A second call does nothing. The backends that Levanter has keep running Levanter's code.
 
@@ -54,9 +56,11 @@ def register() -> HookKind:
         import levanter.layers.attention as attention
 
         kind = _hook_dispatcher(attention)
-        _add_member(attention.AttentionBackend)
+        _add_members(attention.AttentionBackend)
         _register_codecs(attention.AttentionBackend)
-        logger.info("registered attention backend %s with Levanter (hook: %s)", BACKEND_VALUE, kind)
+        # Importing it registers the model type.
+        importlib.import_module("haliax_kernels.levanter.linear_llama")
+        logger.info("registered attention backends %s with Levanter (hook: %s)", ", ".join(_MEMBERS.values()), kind)
         _hook = kind
     return _hook
 
@@ -93,7 +97,8 @@ def _cannot_hook(found: str) -> RuntimeError:
     from importlib.metadata import version
 
     return RuntimeError(
-        f"cannot add the attention backend {BACKEND_VALUE!r} to marin-levanter {version('marin-levanter')}.\n"
+        f"cannot add the attention backends {' and '.join(map(repr, _MEMBERS.values()))} to marin-levanter "
+        f"{version('marin-levanter')}.\n"
         f"  found:    {found}\n"
         "  expected: levanter.layers.attention.dot_product_attention(QPos, KPos, Key, query, key, value, ..., "
         "attn_backend, ...) and the enum AttentionBackend beside it\n"
@@ -102,12 +107,13 @@ def _cannot_hook(found: str) -> RuntimeError:
     )
 
 
-def _add_member(enum: Any) -> None:
-    existing = enum.__members__.get(MEMBER_NAME)
-    if existing is None:
-        aenum.extend_enum(enum, MEMBER_NAME, BACKEND_VALUE)
-    elif existing.value != BACKEND_VALUE:
-        raise _cannot_hook(f"AttentionBackend already has a {MEMBER_NAME}, with value {existing.value!r}")
+def _add_members(enum: Any) -> None:
+    for name, value in _MEMBERS.items():
+        existing = enum.__members__.get(name)
+        if existing is None:
+            aenum.extend_enum(enum, name, value)
+        elif existing.value != value:
+            raise _cannot_hook(f"AttentionBackend already has a {name}, with value {existing.value!r}")
 
 
 def _register_codecs(enum: Any) -> None:

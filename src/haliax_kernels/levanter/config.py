@@ -10,10 +10,12 @@ import difflib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from haliax_kernels.context.strategy import CHOICES, ContextParallel
 from haliax_kernels.errors import NamedKernelError
+from haliax_kernels.linear.feature_maps import Name as LinearFeatureMap
+from haliax_kernels.linear.feature_maps import needs_normalizer
 
 Implementation = Literal["pallas_tpu", "splash", "pallas_gpu", "xla"]
 OnUnsupported = Literal["error", "fallback"]
@@ -22,9 +24,11 @@ _CHOICES: dict[str, tuple[str | None, ...]] = {
     "context_parallel": CHOICES,
     "implementation": (None, "pallas_tpu", "splash", "pallas_gpu", "xla"),
     "on_unsupported": ("error", "fallback"),
+    "linear_feature_map": get_args(LinearFeatureMap),
 }
 _MODES = tuple(mode for mode in CHOICES if mode not in ("auto", "error"))
 _BLOCKS = ("block_q", "block_k")
+_SWITCHES = ("default_backend", "linear_normalize")
 
 
 class KernelsConfigError(NamedKernelError):
@@ -33,7 +37,7 @@ class KernelsConfigError(NamedKernelError):
 
 @dataclass(frozen=True)
 class KernelsConfig:
-    """How the `pallas_flash` backend runs; the `kernels:` block of a Levanter YAML file.
+    """How the backends `pallas_flash` and `linear` run; the `kernels:` block of a Levanter YAML file.
 
     Attributes:
         context_parallel: How the shards of a sharded sequence work together, as in `haliax_kernels.flash_attention`;
@@ -43,6 +47,9 @@ class KernelsConfig:
         block_k: Key block size, likewise. When only one of the two is given, it holds for both.
         on_unsupported: What to do when the model asks for something that the kernel cannot do. `error` stops;
             `fallback` runs Levanter's `vanilla` attention instead, with one warning per reason.
+        linear_feature_map: For `linear`, what queries and keys go through, as in `haliax_kernels.linear_attention`.
+        linear_normalize: For `linear`, whether results are divided by the normaliser; off, they are scaled by
+            1/sqrt(head size).
         default_backend: Makes an unset or `default` backend mean `pallas_flash`. Whisper needs it, together with
             `model.use_flash_attention: true`, because it ignores `model.attn_backend`.
     """
@@ -53,6 +60,8 @@ class KernelsConfig:
     block_k: int | None = None
     on_unsupported: OnUnsupported = "error"
     default_backend: bool = False
+    linear_feature_map: LinearFeatureMap = "elu+1"
+    linear_normalize: bool = True
 
     def __post_init__(self) -> None:
         for name, allowed in _CHOICES.items():
@@ -67,8 +76,13 @@ class KernelsConfig:
             # bool is an int in Python, and `block_q: true` is a slip.
             if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value <= 0):
                 raise KernelsConfigError(f"kernels.{name}: {value!r} is not a positive integer or null.")
-        if not isinstance(self.default_backend, bool):
-            raise KernelsConfigError(f"kernels.default_backend: {self.default_backend!r} is not true or false.")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise KernelsConfigError(f"kernels.{name}: {getattr(self, name)!r} is not true or false.")
+        if needs_normalizer(self.linear_feature_map) and not self.linear_normalize:
+            raise KernelsConfigError(
+                f"kernels.linear_feature_map: {self.linear_feature_map} needs kernels.linear_normalize: true."
+            )
 
     @classmethod
     def from_mapping(cls, block: Mapping[str, Any] | None) -> KernelsConfig:

@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Levanter's `dot_product_attention` with one more backend: `pallas_flash`, our `flash_attention`."""
+"""Levanter's `dot_product_attention` with two more backends: `pallas_flash` and `linear`, our operations."""
 
 from __future__ import annotations
 
@@ -19,10 +19,12 @@ import haliax_kernels
 from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.errors import UnsupportedOptionError
 from haliax_kernels.levanter.config import current_options
+from haliax_kernels.levanter.linear_config import causal_segments
 
 logger = logging.getLogger(__name__)
 
 BACKEND_VALUE = "pallas_flash"
+LINEAR_VALUE = "linear"
 
 # The arguments of Levanter's function that this module knows the meaning of. Without one of the required ones it
 # cannot do its work; an argument beyond these, in a later Levanter, is refused once it is used.
@@ -38,7 +40,7 @@ _logged: set[str] = set()
 
 
 def make_dispatcher(original: Callable[..., NamedArray]) -> Callable[..., NamedArray]:
-    """Wraps Levanter's `dot_product_attention` so that a call for `pallas_flash` comes to this package.
+    """Wraps Levanter's `dot_product_attention` so that a call for `pallas_flash` or `linear` comes to this package.
 
     Every other call goes to `original` with the arguments it came with.
 
@@ -55,10 +57,14 @@ def make_dispatcher(original: Callable[..., NamedArray]) -> Callable[..., NamedA
         bound = signature.bind(*args, **kwargs)
         bound.apply_defaults()
         call = bound.arguments
+        if call["attn_backend"] == LINEAR_VALUE:
+            # No fallback here: a model with another attention is another model.
+            _refuse_unknown(signature, call, LINEAR_VALUE)
+            return _linear(call)
         if not _is_ours(call["attn_backend"], call["use_flash"]):
             return original(*args, **kwargs)
         try:
-            _refuse_unknown(signature, call)
+            _refuse_unknown(signature, call, BACKEND_VALUE)
             return _flash(call)
         except UnsupportedOptionError as error:
             if current_options().on_unsupported == "error":
@@ -82,10 +88,10 @@ def _is_ours(attn_backend: str | None, use_flash: bool | None) -> bool:
     return is_default and current_options().default_backend
 
 
-def _refuse_unknown(signature: inspect.Signature, call: dict[str, Any]) -> None:
+def _refuse_unknown(signature: inspect.Signature, call: dict[str, Any], backend: str) -> None:
     for name in call.keys() - _KNOWN:
         if call[name] is not signature.parameters[name].default:
-            raise UnsupportedOptionError(f"{BACKEND_VALUE} does not know Levanter's argument {name}={call[name]!r}")
+            raise UnsupportedOptionError(f"{backend} does not know Levanter's argument {name}={call[name]!r}")
 
 
 def _flash(call: dict[str, Any]) -> NamedArray:
@@ -122,6 +128,48 @@ def _flash(call: dict[str, Any]) -> NamedArray:
         block_sizes=_block_sizes(call["flash_block_size"]),
     )
     _log_once(logging.INFO, f"{BACKEND_VALUE} runs attention: query {query.shape}, key {key.shape}, {query.dtype}")
+    return out.astype(out_dtype)
+
+
+def _linear(call: dict[str, Any]) -> NamedArray:
+    """Runs one call, given as Levanter's arguments by name, through `linear_attention`."""
+    query, key, value = call["query"], call["key"], call["value"]
+    Pos, k_pos = query.resolve_axis(hax.axis_name(call["QPos"])), hax.axis_name(call["KPos"])
+    used = {
+        "bias": call["bias"] is not None,
+        "dropout": bool(call["dropout"]) and not call["inference"],
+        "logits_soft_cap": call["logits_soft_cap"] is not None,
+        "attn_sink": call.get("attn_sink") is not None,
+        "scaling_factor, which belongs to a softmax,": call["scaling_factor"] is not None,
+        f"precision={call['precision']!r}": call["precision"] not in _DEFAULT_PRECISIONS,
+        "use_flash=False": call["use_flash"] is False,
+        "queries and keys of different lengths": key.axis_size(k_pos) != Pos.size,
+    }
+    found = [name for name, there in used.items() if there]
+    if found:
+        raise UnsupportedOptionError(
+            f"attn_backend: {LINEAR_VALUE} has no logits and no softmax; the model asks for {' and '.join(found)}. "
+            f"Use {BACKEND_VALUE} for it."
+        )
+    ids = causal_segments(call["mask"], Pos, f"attn_backend: {LINEAR_VALUE}")
+    out_dtype = query.dtype
+    if call["attention_dtype"] is not None:
+        query, key, value = (array.astype(call["attention_dtype"]) for array in (query, key, value))
+    options = current_options()
+    head = query.resolve_axis(hax.axis_name(call["Key"]))
+    out = haliax_kernels.linear_attention(
+        Pos,
+        head,
+        query,
+        key.rename({k_pos: Pos.name}),
+        value.rename({k_pos: Pos.name}),
+        feature_map=options.linear_feature_map,
+        normalize=options.linear_normalize,
+        scaling_factor=1.0 if options.linear_normalize else head.size**-0.5,
+        segment_ids=ids,
+        implementation=options.implementation,
+    )
+    _log_once(logging.INFO, f"{LINEAR_VALUE} runs attention: query {query.shape}, key {key.shape}, {query.dtype}")
     return out.astype(out_dtype)
 
 

@@ -89,7 +89,8 @@ def identity(options: LinearOptions, x: LinearOperands) -> Summary:
 def compose(a: Summary, b: Summary) -> Summary:
     """Of the part `a` and, right behind it, the part `b`. Associative."""
     log_decay, ids, empty = b.log_decay, None, None
-    if a.ids is not None and b.ids is not None and a.empty is not None and b.empty is not None:
+    if a.ids is not None and b.ids is not None:
+        assert a.empty is not None and b.empty is not None and b.log_decay is not None
         log_decay = jnp.where(b.empty | _joined(a, b.ids), b.log_decay, decays.FLOOR)
         ids = jnp.stack([jnp.where(a.empty, b.ids[0], a.ids[0]), jnp.where(b.empty, a.ids[1], b.ids[1])])
         empty = a.empty & b.empty
