@@ -17,7 +17,7 @@ pytestmark = pytest.mark.levanter
         (
             {"blok_q": 3},
             "kernels.blok_q: unknown key; did you mean 'block_q'? allowed: context_parallel, implementation, block_q, "
-            "block_k, on_unsupported, default_backend.",
+            "block_k, on_unsupported, default_backend, linear_feature_map, linear_normalize.",
         ),
         (
             {"implementation": "Splosh"},
@@ -47,7 +47,7 @@ pytestmark = pytest.mark.levanter
         (
             ["auto"],
             "kernels: expected a mapping with keys context_parallel, implementation, block_q, block_k, "
-            "on_unsupported, default_backend; got ['auto'].",
+            "on_unsupported, default_backend, linear_feature_map, linear_normalize; got ['auto'].",
         ),
     ],
 )

@@ -20,6 +20,8 @@ def test_there_are_examples():
         "llama_7b_v5p",
         "llama_7b_128k_v5p",
         "gpt2_small_v5e",
+        "linear_llama_tiny_cpu",
+        "linear_llama_7b_128k_v5p",
     }
 
 
@@ -29,7 +31,10 @@ def test_an_example_is_a_config_of_levanters(registered, tmp_path, path):
 
     read = read_launcher_config(["--config_path", str(path)], tmp_path)
     config = draccus.parse(TrainLmConfig, config_path=read.args[1], args=[])
-    assert config.model.attn_backend is registered.PALLAS_FLASH
+    if path.stem.startswith("linear_"):
+        assert type(config.model).__name__ == "LinearLlamaConfig"
+    else:
+        assert config.model.attn_backend is registered.PALLAS_FLASH
     mapping = config.trainer.mesh.resolved_compute_mapping
     assert mapping["kv_head"] == mapping["heads"] == mapping["mlp"] == "model"
-    assert ("position" in mapping) == ("context_parallel" in path.stem or "128k" in path.stem)
+    assert ("position" in mapping) == any(word in path.stem for word in ("context_parallel", "128k", "linear"))

@@ -7,23 +7,14 @@ import re
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from haliax_kernels.levanter.__main__ import levanter_mains
 from haliax_kernels.levanter.tiny_corpus import make_tiny_corpus
+from launching import EXAMPLES, launch, losses_of
 
 pytestmark = pytest.mark.levanter
-
-EXAMPLES = Path(__file__).parents[2] / "examples" / "levanter_configs"
-
-
-def launch(*args: str, cwd: Path, timeout: int = 240, **env: str) -> subprocess.CompletedProcess[str]:
-    """Runs the launcher as a user would: without what our own conftest put into the environment."""
-    clean = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "JAX_PLATFORMS")}
-    command = [sys.executable, "-m", "haliax_kernels.levanter", *args]
-    return subprocess.run(command, cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=timeout)
 
 
 def test_mains_are_found_without_importing_levanter():
@@ -116,14 +107,6 @@ def test_the_tiny_llama_learns_with_our_kernel(tmp_path):
     assert "pallas_flash registered (hook: wrapper)" in output
     assert "falls back" not in output
     assert {path.name for path in tmp_path.iterdir()} == {"levanter_runs"}
-
-
-def losses_of(done: subprocess.CompletedProcess[str]) -> dict[int, float]:
-    assert done.returncode == 0, done.stderr[-3000:]
-    logged = re.findall(
-        r'"event": "log", "step": (\d+), "metrics": \{"train/loss": ([\d.]+)', done.stdout + done.stderr
-    )
-    return {int(step): float(loss) for step, loss in logged}
 
 
 @pytest.mark.slow
