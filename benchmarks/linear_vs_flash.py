@@ -241,7 +241,7 @@ def plot(parts: list[Part], path: pathlib.Path) -> None:
     try:
         import matplotlib
     except ImportError:
-        print("No plot: matplotlib is missing; pip install 'haliax-kernels[benchmarks]'")
+        print("No plot: matplotlib is missing; pip install 'haliax-kernels[bench]'")
         return
     matplotlib.use("agg")
     from matplotlib import pyplot
