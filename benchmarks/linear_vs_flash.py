@@ -246,13 +246,15 @@ def plot(parts: list[Part], path: pathlib.Path) -> None:
     matplotlib.use("agg")
     from matplotlib import pyplot
 
+    ways = dict.fromkeys(way for part in parts for way in part.ways)  # one colour each, in every panel
+    colours = {way: f"C{i}" for i, way in enumerate(ways)}
     figure, panels = pyplot.subplots(1, len(parts), figsize=(6.4 * len(parts), 4.8), squeeze=False)
     for part, panel in zip(parts, panels[0], strict=True):
         for way in part.ways:
             points = [(length, row[way]) for length, row in part.rows.items() if way in row]
             if points:
                 style = "--" if way.startswith("memory") else "o-"
-                panel.plot(*zip(*points, strict=True), style, markersize=4, label=way)
+                panel.plot(*zip(*points, strict=True), style, color=colours[way], markersize=4, label=way)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
         panel.set_xticks(sorted(part.rows), [str(length) for length in sorted(part.rows)], fontsize="small")
