@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.experimental.pallas import tpu as pltpu
 
-from haliax_kernels.linear import pallas_tpu, xla
+from haliax_kernels.linear import pallas_gpu, pallas_tpu, xla
 from haliax_kernels.linear.contract import LinearOperands, LinearOptions, LinearState
 from haliax_kernels.linear.differentiable import linear_attention
 from haliax_kernels.linear.reference import recurrence, recurrence_grad
@@ -31,7 +31,14 @@ class InterpretedTpu:
             return pallas_tpu.backward(*args, interpret=True)
 
 
-IMPLEMENTATIONS = {"xla": xla, "pallas_tpu": InterpretedTpu}
+class InterpretedGpu:
+    """The GPU kernels in Pallas' interpreter."""
+
+    forward = staticmethod(functools.partial(pallas_gpu.forward, interpret=True))
+    backward = staticmethod(functools.partial(pallas_gpu.backward, interpret=True))
+
+
+IMPLEMENTATIONS = {"xla": xla, "pallas_tpu": InterpretedTpu, "pallas_gpu": InterpretedGpu}
 
 TOLERANCE = {"float32": 2e-5, "bfloat16": 2e-2}
 

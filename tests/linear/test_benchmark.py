@@ -20,7 +20,7 @@ def run(path: pathlib.Path, *arguments: str) -> tuple[str, list[dict]]:
     )
     assert done.returncode == 0, done.stdout + done.stderr[-2000:]
     parts = json.loads((path / "figures.json").read_text())["parts"]
-    missing = "pip install 'haliax-kernels[benchmarks]'" in done.stdout
+    missing = "pip install 'haliax-kernels[bench]'" in done.stdout
     assert (path / "plot.png").exists() != missing
     return done.stdout, parts
 

@@ -19,7 +19,7 @@ from linear.cases import IMPLEMENTATIONS, Case, check, compare, error, run, want
 every_implementation = pytest.mark.parametrize("name", IMPLEMENTATIONS)
 # Interpret mode takes seconds for what the options' tests have not already shown.
 interpreted_is_slow = pytest.mark.parametrize(
-    "name", [pytest.param(n, marks=[pytest.mark.slow] if n == "pallas_tpu" else []) for n in IMPLEMENTATIONS]
+    "name", [pytest.param(n, marks=[] if n == "xla" else [pytest.mark.slow]) for n in IMPLEMENTATIONS]
 )
 DECAYS = (None, "head", "token", "channel")
 

@@ -167,9 +167,27 @@ def _tpu_limits(request: Request) -> list[str]:
     return reasons
 
 
+def _gpu_limits(request: Request) -> list[str]:
+    reasons = []
+    if request.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
+        reasons.append(f"it takes float32, bfloat16 and float16, not {jnp.dtype(request.dtype)}")
+    if request.head_size > 256:
+        reasons.append(f"its head size is at most 256, but is {request.head_size}")
+    if request.chunk_size is not None and not 16 <= request.chunk_size <= 128:
+        reasons.append(f"its chunk_size is from 16 to 128, but is {request.chunk_size}")
+    return reasons
+
+
 IMPLEMENTATIONS: tuple[Implementation[Layout, Request], ...] = (
     Implementation(
         "pallas_tpu", frozenset({"tpu"}), frozenset({"gate per channel"}), _with_contract("pallas_tpu"), _tpu_limits
+    ),
+    Implementation(
+        "pallas_gpu",
+        frozenset({"gpu"}),
+        frozenset({"gate per channel"}),
+        _with_contract("pallas_gpu"),
+        _gpu_limits,
     ),
     Implementation("xla", None, frozenset({"gate per channel", "beta"}), _with_contract("xla")),
 )

@@ -137,8 +137,8 @@ def linear_attention(
         return_state: also return the state after the last token.
         segment_ids: {Pos, ...} integers; where the id changes, the state starts anew.
         chunk_size: tokens per chunk, a power of 2 up to 256; by default what suits shapes and platform.
-        implementation: `pallas_tpu` (our kernel, on TPU), `xla` (everywhere), or None for the best that honours the
-            arguments.
+        implementation: `pallas_tpu` (our kernel, on TPU), `pallas_gpu` (our kernel, on NVIDIA GPUs), `xla`
+            (everywhere), or None for the best that honours the arguments.
 
     Returns:
         {loop axes, group axes, Pos, Value} in query's dtype; with `return_state` also the state. Both have gradients
