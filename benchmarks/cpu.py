@@ -13,9 +13,8 @@ grow linearly with the length for ours.
 import argparse
 import json
 import os
-import statistics
-import time
 from collections.abc import Callable
+from functools import partial
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
@@ -24,6 +23,7 @@ import jax
 import jax.numpy as jnp
 from haliax import Axis, NamedArray
 from levanter.layers import attention as levanter
+from timing import medians
 
 from haliax_kernels import AttentionMask, flash_attention
 
@@ -65,21 +65,6 @@ def gradient(f: Callable[..., jax.Array]) -> Callable[..., tuple[jax.Array, ...]
     return both
 
 
-def medians(programs: dict[str, Callable[..., object]], arrays: list[jax.Array], rounds: int) -> dict[str, float]:
-    """Median seconds of each program, interleaved, each after an untimed run of its own.
-
-    Without that one pays for what its neighbour left: programs that hold gigabytes empty caches and memory pools.
-    """
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, f in programs.items():
-            jax.block_until_ready(f(*arrays))
-            start = time.perf_counter()
-            jax.block_until_ready(f(*arrays))
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--lengths", type=int, nargs="+", default=[1024, 2048, 4096, 8192])
@@ -94,7 +79,7 @@ def main() -> None:
         ]
         for what, wrap in (("forward", lambda f: f), ("forward + backward", gradient)):
             programs = {n: jax.jit(wrap(f)).lower(*arrays).compile() for n, f in ways(length).items()}
-            found = medians(programs, arrays, options.rounds)
+            found = medians({n: partial(p, *arrays) for n, p in programs.items()}, options.rounds)
             row = {"length": length, "what": what, "seconds": found}
             row["times_as_fast"] = {n: t / found["ours"] for n, t in found.items() if n != "ours"}
             text = "  ".join(f"{n} {t:.3f} s" for n, t in found.items())

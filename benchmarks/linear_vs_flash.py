@@ -25,16 +25,16 @@ import json
 import math
 import os
 import pathlib
-import statistics
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 
 import jax
 import jax.numpy as jnp
+from timing import medians
 
 from haliax_kernels.attention import xla as attention_xla
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
@@ -158,18 +158,6 @@ class Part:
         return f"cheaper than flash from about {at:.0f} positions on"
 
 
-def medians(programs: dict[str, Callable[[], Any]], rounds: int) -> dict[str, float]:
-    """Median seconds of each program, interleaved, each after an untimed run of its own."""
-    times: dict[str, list[float]] = {name: [] for name in programs}
-    for _ in range(rounds):
-        for name, f in programs.items():
-            jax.block_until_ready(f())
-            start = time.perf_counter()
-            jax.block_until_ready(f())
-            times[name].append(time.perf_counter() - start)
-    return {name: statistics.median(found) for name, found in times.items()}
-
-
 def cpu_rows(lengths: list[int], decays: list[str], rounds: int, limit: float) -> Iterator[tuple[int, dict]]:
     before: dict[str, tuple[int, float]] = {}
 
@@ -194,7 +182,7 @@ def cpu_rows(lengths: list[int], decays: list[str], rounds: int, limit: float) -
         for name, (f, operands) in ways.items():
             if not too_long(name, length):
                 compiled = jax.jit(gradient(f)).lower(*operands).compile()
-                programs[name] = lambda compiled=compiled, operands=operands: compiled(*operands)
+                programs[name] = partial(compiled, *operands)
         row = medians(programs, rounds)
         before |= {name: (length, seconds) for name, seconds in row.items()}
         yield length, row

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from haliax import Axis, NamedArray
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractDevice, AbstractMesh, AxisType, Mesh
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 WIDTH = {"pred": 1, "s8": 1, "u8": 1, "bf16": 2, "f16": 2, "s32": 4, "u32": 4, "f32": 4, "f64": 8, "s64": 8}
@@ -24,6 +24,13 @@ def make_mesh(axis_type: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
     count = int(np.prod(list(sizes.values())))
     devices = np.array(jax.devices()[:count]).reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def cuda_text(f: Callable[..., Any], *args: Any) -> str:
+    """The program of `f` lowered for an H200, on a machine without one."""
+    gpu = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
+    with jax.sharding.use_abstract_mesh(gpu):
+        return jax.jit(f).trace(*args).lower(lowering_platforms=("cuda",)).as_text()
 
 
 def collectives(hlo: str) -> dict[str, tuple[int, int]]:

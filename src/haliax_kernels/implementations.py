@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
 import jax
+import jax.numpy as jnp
 
 from haliax_kernels import _compat
 from haliax_kernels.errors import ArgumentError, NoImplementationError, UnsupportedOptionError
@@ -116,6 +117,14 @@ def _reason(operation: str, implementation: Implementation[L, R], reasons: list[
 @functools.cache
 def _log_once(message: str) -> None:
     logger.warning(message)
+
+
+def dtype_limits(dtype: Any, *taken: Any) -> list[str]:
+    """Why an implementation that takes these dtypes cannot run a request in `dtype`; empty if it can."""
+    if dtype in taken:
+        return []
+    *names, last = (str(jnp.dtype(t)) for t in taken)
+    return [f"it takes {', '.join(names)} and {last}, not {jnp.dtype(dtype)}"]
 
 
 def current_platform() -> str:

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from haliax_kernels.attention import dropout
 from haliax_kernels.attention.block_sizes import BlockSizes
@@ -22,6 +21,7 @@ from haliax_kernels.attention.contract import AttentionOperands, AttentionOption
 from haliax_kernels.attention.pallas_gpu import PallasGpu, backward, forward
 from haliax_kernels.attention.reference import dense_attention, dense_attention_grad
 from haliax_kernels.errors import ArgumentError, UnsupportedOptionError
+from support import cuda_text
 
 INTERPRETED = PallasGpu(interpret=True)
 BLOCKS = BlockSizes(q=16, k=16)
@@ -257,10 +257,7 @@ def lowered(options, head_size, dtype, length=1000, batch=2, kv_heads=2, group=4
     q, k = ((batch, kv_heads, *s, length, head_size) for s in ((group,), ()))
     q, k = (jax.ShapeDtypeStruct(s, dtype) for s in (q, k))
     axes = (0, 0, 0, 0, None)
-    gpu = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with jax.sharding.use_abstract_mesh(gpu):
-        traced = jax.jit(jax.vmap(jax.vmap(run, axes), axes)).trace(q, k, k, q, others)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return cuda_text(jax.vmap(jax.vmap(run, axes), axes), q, k, k, q, others)
 
 
 # name: (options, shapes and dtypes of the operands)

@@ -7,12 +7,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.sharding import AbstractDevice, AbstractMesh
 
 from haliax_kernels.errors import UnsupportedOptionError
 from haliax_kernels.linear import pallas_gpu
 from haliax_kernels.linear.contract import LinearOperands, LinearOptions
 from linear.cases import Case, compare
+from support import cuda_text
 
 TRITON = "__gpu$xla.gpu.triton"
 
@@ -26,10 +26,7 @@ def lowered(case):
         y, last, residuals = pallas_gpu.forward(case.options, x, residuals=True)
         return y, last, pallas_gpu.backward(case.options, x, residuals, dy, dstate)
 
-    gpu = AbstractMesh((1,), ("x",), abstract_device=AbstractDevice("NVIDIA H200", 132, "gpu"))
-    with jax.sharding.use_abstract_mesh(gpu):
-        traced = jax.jit(jax.vmap(jax.vmap(both))).trace(x, dy, dstate)
-        return traced.lower(lowering_platforms=("cuda",)).as_text()
+    return cuda_text(jax.vmap(jax.vmap(both)), x, dy, dstate)
 
 
 EVERYTHING = {"normalize": True, "state": True, "segments": 3, "group": 4, "scale": 0.3}

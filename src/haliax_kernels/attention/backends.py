@@ -18,7 +18,7 @@ from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionImplementation, AttentionOperands, AttentionOptions
 from haliax_kernels.context.attend import sharded_attention
 from haliax_kernels.context.strategy import Strategy
-from haliax_kernels.implementations import Implementation
+from haliax_kernels.implementations import Implementation, dtype_limits
 from haliax_kernels.kernel import NamedKernel, named_kernel
 from haliax_kernels.policies import Gather, Manual, Parallel, Policy
 from haliax_kernels.shard_context import ShardContext
@@ -155,9 +155,7 @@ def _make_splash(layout: Layout) -> Callable[..., Any]:
 
 
 def _tpu_limits(request: Request) -> list[str]:
-    if request.dtype in (jnp.float32, jnp.bfloat16):
-        return []
-    return [f"it takes float32 and bfloat16, not {jnp.dtype(request.dtype)}"]
+    return dtype_limits(request.dtype, jnp.float32, jnp.bfloat16)
 
 
 def _splash_limits(request: Request) -> list[str]:
@@ -169,9 +167,7 @@ def _splash_limits(request: Request) -> list[str]:
 
 
 def _gpu_limits(request: Request) -> list[str]:
-    reasons = []
-    if request.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        reasons.append(f"it takes float32, bfloat16 and float16, not {jnp.dtype(request.dtype)}")
+    reasons = dtype_limits(request.dtype, jnp.float32, jnp.bfloat16, jnp.float16)
     if request.head_size > 256:
         reasons.append(f"its head size is at most 256, but is {request.head_size}")
     sizes = request.block_sizes

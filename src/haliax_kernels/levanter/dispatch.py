@@ -96,15 +96,12 @@ def _refuse_unknown(signature: inspect.Signature, call: dict[str, Any], backend:
 
 def _flash(call: dict[str, Any]) -> NamedArray:
     """Runs one call, given as Levanter's arguments by name, through `flash_attention`."""
-    query, key, value = call["query"], call["key"], call["value"]
     if hax.axis_name(call["QPos"]) == hax.axis_name(call["KPos"]):
         raise ValueError("QPos and KPos must have different names")
     if call["precision"] not in _DEFAULT_PRECISIONS:
         raise UnsupportedOptionError(f"{BACKEND_VALUE} does not support precision={call['precision']!r}")
 
-    out_dtype = query.dtype
-    if call["attention_dtype"] is not None:
-        query, key, value = (array.astype(call["attention_dtype"]) for array in (query, key, value))
+    query, key, value = _operands(call)
     options = current_options()
     sink, cap = call.get("attn_sink"), call["logits_soft_cap"]
     if sink is not None and cap is not None:
@@ -127,13 +124,12 @@ def _flash(call: dict[str, Any]) -> NamedArray:
         implementation=options.implementation,
         block_sizes=_block_sizes(call["flash_block_size"]),
     )
-    _log_once(logging.INFO, f"{BACKEND_VALUE} runs attention: query {query.shape}, key {key.shape}, {query.dtype}")
-    return out.astype(out_dtype)
+    return _result(call, BACKEND_VALUE, out, query, key)
 
 
 def _linear(call: dict[str, Any]) -> NamedArray:
     """Runs one call, given as Levanter's arguments by name, through `linear_attention`."""
-    query, key, value = call["query"], call["key"], call["value"]
+    query, key, value = _operands(call)
     Pos, k_pos = query.resolve_axis(hax.axis_name(call["QPos"])), hax.axis_name(call["KPos"])
     used = {
         "bias": call["bias"] is not None,
@@ -152,9 +148,6 @@ def _linear(call: dict[str, Any]) -> NamedArray:
             f"Use {BACKEND_VALUE} for it."
         )
     ids = causal_segments(call["mask"], Pos, f"attn_backend: {LINEAR_VALUE}")
-    out_dtype = query.dtype
-    if call["attention_dtype"] is not None:
-        query, key, value = (array.astype(call["attention_dtype"]) for array in (query, key, value))
     options = current_options()
     head = query.resolve_axis(hax.axis_name(call["Key"]))
     out = haliax_kernels.linear_attention(
@@ -169,8 +162,20 @@ def _linear(call: dict[str, Any]) -> NamedArray:
         segment_ids=ids,
         implementation=options.implementation,
     )
-    _log_once(logging.INFO, f"{LINEAR_VALUE} runs attention: query {query.shape}, key {key.shape}, {query.dtype}")
-    return out.astype(out_dtype)
+    return _result(call, LINEAR_VALUE, out, query, key)
+
+
+def _operands(call: dict[str, Any]) -> tuple[NamedArray, NamedArray, NamedArray]:
+    """Query, key and value, in the dtype that the call computes in."""
+    query, key, value = call["query"], call["key"], call["value"]
+    dtype = call["attention_dtype"]
+    return (query, key, value) if dtype is None else (query.astype(dtype), key.astype(dtype), value.astype(dtype))
+
+
+def _result(call: dict[str, Any], backend: str, out: NamedArray, query: NamedArray, key: NamedArray) -> NamedArray:
+    """The output in the query's own dtype, and a line in the log of what computed it."""
+    _log_once(logging.INFO, f"{backend} runs attention: query {query.shape}, key {key.shape}, {query.dtype}")
+    return out.astype(call["query"].dtype)
 
 
 def _as_attention_mask(mask: Any) -> Any:

@@ -258,15 +258,7 @@ class LinearLlamaTransformer(LlamaTransformer):
         """A fresh one of a `LinearLlamaConfig`."""
         llama = config.llama
         kind: Any = Stacked if config.scan_layers else BlockSeq
-
-        class Layer(LinearLlamaDecoderLayer):
-            """What `Stacked` calls `init` of."""
-
-            @staticmethod
-            def init(config: LinearLlamaConfig, *, key: jax.Array) -> LinearLlamaDecoderLayer:
-                return LinearLlamaDecoderLayer.init(config, key=key)
-
-        layers = kind.init(llama.Layers, Layer, gradient_checkpointing=config.gradient_checkpointing)
+        layers = kind.init(llama.Layers, LinearLlamaDecoderLayer, gradient_checkpointing=config.gradient_checkpointing)
         layers = layers(config, key=shaped_rng_split(key, config.num_layers))
         return LinearLlamaTransformer(config, layers, cast(Any, llama.mk_LayerNorm(llama.Embed)))
 

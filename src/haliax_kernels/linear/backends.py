@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from haliax_kernels.errors import ArgumentError
-from haliax_kernels.implementations import Implementation
+from haliax_kernels.implementations import Implementation, dtype_limits
 from haliax_kernels.kernel import NamedKernel, named_kernel
 from haliax_kernels.linear import feature_maps
 from haliax_kernels.linear.contract import LinearImplementation, LinearOperands, LinearOptions, LinearState
@@ -22,6 +22,7 @@ from haliax_kernels.linear.differentiable import linear_attention
 from haliax_kernels.linear.feature_maps import FeatureMap
 from haliax_kernels.linear.sequence import sharded_linear_attention
 from haliax_kernels.linear.step import step
+from haliax_kernels.linear.xla import zero_state
 from haliax_kernels.mesh import MeshAxes
 from haliax_kernels.policies import Manual, Parallel, Policy
 from haliax_kernels.shard_context import ShardContext
@@ -159,18 +160,14 @@ def _check_features(x: LinearOperands) -> None:
 
 
 def _tpu_limits(request: Request) -> list[str]:
-    reasons = []
-    if request.dtype not in (jnp.float32, jnp.bfloat16):
-        reasons.append(f"it takes float32 and bfloat16, not {jnp.dtype(request.dtype)}")
+    reasons = dtype_limits(request.dtype, jnp.float32, jnp.bfloat16)
     if request.chunk_size is not None and request.chunk_size < 16:
         reasons.append(f"its chunk_size is at least 16, but is {request.chunk_size}")
     return reasons
 
 
 def _gpu_limits(request: Request) -> list[str]:
-    reasons = []
-    if request.dtype not in (jnp.float32, jnp.bfloat16, jnp.float16):
-        reasons.append(f"it takes float32, bfloat16 and float16, not {jnp.dtype(request.dtype)}")
+    reasons = dtype_limits(request.dtype, jnp.float32, jnp.bfloat16, jnp.float16)
     if request.head_size > 256:
         reasons.append(f"its head size is at most 256, but is {request.head_size}")
     if request.chunk_size is not None and not 16 <= request.chunk_size <= 128:
@@ -232,15 +229,13 @@ def step_kernel_of(layout: Layout) -> NamedKernel:
         new_shift = _shift(k[None], shift) if layout.shifted else None
         q, k = feature_maps.queries(feature_map, q), feature_maps.keys(feature_map, k[None], new_shift)[0]
         if s is None:
-            s = jnp.zeros((*k.shape, *v.shape), jnp.float32)
-            z = jnp.zeros(k.shape, jnp.float32) if options.normalize else None
+            s, z = zero_state(options, k, v)
         state = _shifted(LinearState(s, z), shift, new_shift)
         assert state is not None
         y, state = step(options, state, q, k, v, log_decay, beta)
         return (y, *_state_outputs(state, new_shift))
 
-    log_decay = _LOG_DECAY[layout.decay].replace("pos key", "key").replace("pos", "()")
-    inputs = f"group key, key, value, {log_decay}, feature value, feature, (), ()"
+    inputs = f"group key, key, value, {'key' if layout.decay == 'channel' else '()'}, feature value, feature, (), ()"
     outputs = ", ".join(("group value", *layout.states))
     decorate = named_kernel(f"{inputs} -> {outputs}", policies=_group_policy(layout), name="linear_attention_step")
     return decorate(linear_attention_step).with_remedies(_REMEDIES)

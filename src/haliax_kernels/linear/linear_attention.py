@@ -4,7 +4,7 @@
 """`linear_attention`: the public operation, on NamedArrays and any mesh."""
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple, overload
 
 import haliax
@@ -232,11 +232,10 @@ def linear_attention_step(
     call = _Call.of(
         "linear_attention_step", None, Key, query, key, value, feature_map, decay, gate, beta, normalize, state
     )
-    layout = Layout(call.decay, normalize, feature_map == "exp", True, False)
+    layout = call.layout(return_state=True)
     options = LinearOptions(scaling_factor, normalize, epsilon)
     arguments = (*call.qkv, call.log_decay, *call.state, beta)
-    axes = {k: v for k, v in call.axes.items() if k != "pos"}
-    found = step_kernel_of(layout)(*arguments, options=options, feature_map=feature_map, axes=axes)
+    found = step_kernel_of(layout)(*arguments, options=options, feature_map=feature_map, axes=call.axes)
     return found[0].astype(query.dtype), _state(layout, found[1:])
 
 
@@ -287,7 +286,7 @@ def _prepare(
     options = LinearOptions(scaling_factor, normalize, epsilon, chunk_size, decay_gradient=differentiable)
     arguments = (*call.qkv, call.log_decay, segment_ids, *call.state, beta)
     keywords = {"options": options, "feature_map": feature_map, "axes": call.axes}
-    layout = Layout(call.decay, normalize, feature_map == "exp", return_state, sharded=False)
+    layout = call.layout(return_state=return_state)
     pos = call.axes["pos"]
     plan = kernel_of(chosen, layout).plan_of_inputs(*arguments, **keywords)
     axis = next(a for a in plan.inputs[0].axes if a.core == "pos")
@@ -299,7 +298,7 @@ def _prepare(
                 f"sharded over mesh axis {over}. Keep it whole: {{**mapping, {pos!r}: None}}, and shard the batch or "
                 "the heads instead."
             )
-        layout = Layout(call.decay, normalize, feature_map == "exp", return_state, sharded=True)
+        layout = replace(layout, sharded=True)
     return _Prepared(kernel_of(chosen, layout), layout, arguments, keywords)
 
 
@@ -310,8 +309,14 @@ class _Call:
     qkv: tuple[NamedArray, NamedArray, NamedArray]
     log_decay: NamedArray | None
     decay: Decay | None
+    normalize: bool
+    shifted: bool
     state: tuple[NamedArray | None, NamedArray | None, NamedArray | None]
     axes: dict[str, Any]
+
+    def layout(self, *, return_state: bool) -> Layout:
+        """Of the kernel for a sequence that is whole."""
+        return Layout(self.decay, self.normalize, self.shifted, return_state, sharded=False)
 
     @staticmethod
     def of(
@@ -346,8 +351,8 @@ class _Call:
         dtype = jnp.result_type(query.dtype, key.dtype, value.dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise ArgumentError(f"{name}: query, key and value must be floating-point, but together are {dtype}.")
-        states = _checked_state(name, state, normalize, feature_map)
-        feature = f"{head}_feature"
+        shifted = feature_map == "exp"
+        states = _checked_state(name, state, normalize, shifted)
         log_decay = _log_decay(name, decay, gate, pos, head)
         others = [x for x in (key, value, log_decay, segment_ids, beta, *states) if x is not None]
         shared = {a.name for x in others for a in x.axes}
@@ -358,8 +363,10 @@ class _Call:
         if log_decay is not None:
             rank = "channel" if log_decay.has_axis(head) else "token" if pos and log_decay.has_axis(pos) else "head"
         q, k, v = (x if x.dtype == dtype else x.astype(dtype) for x in (query, key, value))
-        axes = {"group": group, "pos": pos, "key": head, "value": values, "feature": feature}
-        return _Call((q, k, v), log_decay, rank, states, axes)
+        axes = {"group": group, "key": head, "value": values, "feature": f"{head}_feature"}
+        if pos is not None:
+            axes["pos"] = pos
+        return _Call((q, k, v), log_decay, rank, normalize, shifted, states, axes)
 
 
 def _log_decay(
@@ -391,11 +398,11 @@ def _log_decay(
 
 
 def _checked_state(
-    name: str, state: LinearAttentionState | None, normalize: bool, feature_map: FeatureMap
+    name: str, state: LinearAttentionState | None, normalize: bool, shifted: bool
 ) -> tuple[NamedArray | None, NamedArray | None, NamedArray | None]:
     if state is None:
         return None, None, None
-    wanted = {"z": (state.z, normalize, "normalize=True"), "shift": (state.shift, feature_map == "exp", "'exp'")}
+    wanted = {"z": (state.z, normalize, "normalize=True"), "shift": (state.shift, shifted, "'exp'")}
     for part, (found, needed, why) in wanted.items():
         if (found is not None) != needed:
             what = "lacks" if needed else "has"

@@ -83,7 +83,7 @@ def identity(options: LinearOptions, x: LinearOperands) -> Summary:
     decayed = x.log_decay is not None or x.segment_ids is not None
     log_decay = jnp.zeros(shape, jnp.float32) if decayed else None
     ids = None if x.segment_ids is None else jnp.zeros(2, jnp.int32)
-    return Summary(log_decay, xla.zero_state(options, x), ids, _empty(x, True))
+    return Summary(log_decay, xla.zero_state(options, x.k, x.v), ids, _empty(x, True))
 
 
 def compose(a: Summary, b: Summary) -> Summary:

@@ -133,7 +133,7 @@ def first_state_gradient(
         return chunked.first_state_gradient(_wide(piece), d, dstate, layout.dot), None
 
     parts = (layout.pieces(x), *layout.results(residuals, dy))
-    return lax.scan(step, zero_state(options, x) if dstate is None else dstate, parts, reverse=True)[0]
+    return lax.scan(step, zero_state(options, x.k, x.v) if dstate is None else dstate, parts, reverse=True)[0]
 
 
 def _refuse_beta(x: LinearOperands) -> None:
@@ -144,9 +144,9 @@ def _refuse_beta(x: LinearOperands) -> None:
 # --- what the implementations share ----------------------------------------------------------------------------------
 
 
-def zero_state(options: LinearOptions, x: LinearOperands) -> LinearState:
-    """The state before any token."""
-    key, value = x.k.shape[1], x.v.shape[1]
+def zero_state(options: LinearOptions, k: Float[Array, "*pos key"], v: Float[Array, "*pos value"]) -> LinearState:
+    """The state before any token, for keys and values like these."""
+    key, value = k.shape[-1], v.shape[-1]
     return LinearState(
         jnp.zeros((key, value), jnp.float32), jnp.zeros(key, jnp.float32) if options.normalize else None
     )
@@ -157,7 +157,7 @@ def first_state(options: LinearOptions, x: LinearOperands) -> LinearState:
     if x.beta is not None and options.normalize:
         raise UnsupportedOptionError("normalize: results of the delta rule have no normaliser; pass normalize=False.")
     if x.state is None:
-        return zero_state(options, x)
+        return zero_state(options, x.k, x.v)
     if (x.state.z is None) == options.normalize:
         raise ValueError(f"state.z is {'missing' if x.state.z is None else 'given'}, with {options.normalize=}")
     return jax.tree.map(lambda a: a.astype(jnp.float32), x.state)

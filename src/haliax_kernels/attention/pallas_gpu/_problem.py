@@ -11,17 +11,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool
 
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
 from haliax_kernels.errors import ArgumentError, UnsupportedOptionError
+from haliax_kernels.pallas_triton import DTYPES, LARGEST_HEAD, SMALLEST_BLOCK, call_on_arrays, whole_block
 
-SMALLEST_BLOCK = 16
-"""The smallest side of a Triton matrix product."""
-LARGEST_HEAD = 256
-"""Larger heads leave no room for blocks in a multiprocessor's shared memory."""
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _UNLIMITED = 2**31 - 1
 
 _DIMENSIONS = {
@@ -148,11 +143,6 @@ class Problem:
         return Cut(min(q, whole_block(self.q_len)), min(k, whole_block(self.k_len)), cut.warps, cut.stages)
 
 
-def whole_block(size: int) -> int:
-    """The block that holds `size` elements: Triton wants powers of two, its matrix products at least 16."""
-    return max(SMALLEST_BLOCK, pl.next_power_of_2(size))
-
-
 def _limit(width: int | None) -> int | None:
     return None if width is None or width >= _UNLIMITED else width
 
@@ -165,7 +155,7 @@ def describe(options: AttentionOptions, x: AttentionOperands) -> Problem:
         ArgumentError: half of a pair of arguments is missing.
     """
     dtype = jnp.dtype(x.q.dtype)
-    if dtype not in _DTYPES:
+    if dtype not in DTYPES:
         raise UnsupportedOptionError(f"pallas_gpu: q is {dtype}; the kernels take float32, bfloat16 and float16.")
     for name, array in (("k", x.k), ("v", x.v)):
         if array.dtype != dtype:
@@ -261,29 +251,20 @@ def call(
 ) -> dict[str, Array]:
     """Run `kernel(problem, cut, refs)`, `refs` holding operands and outputs by name.
 
-    Every block of a call is the whole array: kernels index it themselves, by positions that depend on the grid and on
-    what has been read. On a GPU a block is but a pointer.
+    Kernels index the arrays themselves, by positions that depend on the grid and on what has been read.
     """
 
-    def spec(name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
+    def padded_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         dimensions = _DIMENSIONS[name][-len(shape) :]  # a mask or bias may lack the group
         padded = [
             size if dimension == "group" else problem.padded(dimension, cut)
             for dimension, size in zip(dimensions, shape, strict=False)
         ]
-        return pl.BlockSpec(tuple(padded) or shape, lambda *_: (0,) * len(shape))
+        return tuple(padded) or shape
 
     def body(reads: dict[str, Any], writes: dict[str, Any]) -> None:
         kernel(problem, cut, {**reads, **writes})
 
-    body.__name__ = body.__qualname__ = name  # the name that profilers show
-    return pl.pallas_call(
-        body,
-        grid=grid,
-        in_specs=({n: spec(n, a.shape) for n, a in operands.items()},),
-        out_specs={n: spec(n, a.shape) for n, a in outputs.items()},
-        out_shape=dict(outputs),
-        compiler_params=plgpu.CompilerParams(num_warps=cut.warps, num_stages=cut.stages),
-        interpret=interpret,
-        name=name,
-    )(dict(operands))
+    return call_on_arrays(
+        body, name, grid, operands, outputs, padded_shape, warps=cut.warps, stages=cut.stages, interpret=interpret
+    )

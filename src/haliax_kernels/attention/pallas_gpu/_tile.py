@@ -16,14 +16,14 @@ from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
 from haliax_kernels.attention import dropout
-from haliax_kernels.attention.pallas_gpu._problem import Cut, Problem, whole_block
+from haliax_kernels.attention.pallas_gpu._problem import Cut, Problem
 from haliax_kernels.attention.soft_cap import tanh_slope
+from haliax_kernels.pallas_triton import Index, positions, whole_block
 
 LOG2_E = 1.4426950408889634
 """The hardware has an exponential to base 2 only."""
 
 T = TypeVar("T")
-Index = Int32[Array, ""] | int
 Range = tuple[Index, Index, bool]
 
 
@@ -32,11 +32,6 @@ def dot(a: Float[Array, "..."], b: Float[Array, "..."], contract: tuple[int, int
     precision = lax.Precision.HIGHEST if b.dtype == jnp.float32 else lax.Precision.DEFAULT
     dimensions = (((contract[0],), (contract[1],)), ((), ()))
     return lax.dot_general(a.astype(b.dtype), b, dimensions, precision=precision, preferred_element_type=jnp.float32)
-
-
-def positions(start: Index, count: int) -> Int32[Array, " count"]:
-    """`start, start + 1, ...`"""
-    return start + lax.iota(jnp.int32, count)
 
 
 def load(ref: Any, head: Index | None, start: Index, count: int, keep: Bool[Array, " count"] | None) -> Array:

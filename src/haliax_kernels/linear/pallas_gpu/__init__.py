@@ -1,14 +1,12 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Chunked linear attention for GPUs, in Pallas with its Triton backend, under the contract of
-`haliax_kernels.linear.contract`.
+"""Chunked linear attention for GPUs, in Pallas with its Triton backend: `haliax_kernels.linear.contract`.
 
-Float32, bfloat16 and float16, every option but the delta rule. One kernel takes the state
-from chunk to chunk and writes it down at each chunk's start, and another has all chunks' results at once; that is the
-two-pass form of GLA (Yang et al. 2024, https://arxiv.org/abs/2312.06635, section 4.1, with materialised states). The
-gradients compute the states once more, so that nothing of them is kept in between. `jax.vmap` over batch and key/value
-heads.
+Float32, bfloat16 and float16, every option but the delta rule. One kernel takes the state from chunk to chunk and
+writes it down at each chunk's start, and another has the results of all chunks at once: FlashLinearAttention with its
+states materialised (Yang et al. 2024, https://arxiv.org/abs/2312.06635). The gradients compute the states once more,
+so that none of them are kept until then. `jax.vmap` over batch and key/value heads.
 
 Products of bfloat16 inputs run on the tensor cores in bfloat16, those of float16 inputs in TF32 where a sum or a
 quotient might leave float16's range, and those of float32 inputs as true float32 products, which are slow there.

@@ -15,11 +15,11 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32
 
-from haliax_kernels.attention.pallas_gpu._tile import Index
 from haliax_kernels.linear import decays
 from haliax_kernels.linear.pallas_gpu.decay import NoDecay, TokenDecay
 from haliax_kernels.linear.pallas_gpu.plan import Plan
 from haliax_kernels.linear.pallas_gpu.tile import Span, load, store
+from haliax_kernels.pallas_triton import Index
 
 Square = Float32[Array, "size size"]
 Channels = Float[Array, "size key_block"]

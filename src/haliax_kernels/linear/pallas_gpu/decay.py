@@ -10,10 +10,10 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Float32, Int32
 
-from haliax_kernels.attention.pallas_gpu._tile import Index
 from haliax_kernels.linear import decays
 from haliax_kernels.linear.pallas_gpu.plan import Plan
 from haliax_kernels.linear.pallas_gpu.tile import Span, load, store
+from haliax_kernels.pallas_triton import Index
 
 
 @dataclass(frozen=True)

@@ -11,15 +11,13 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Float, Float32
 
-from haliax_kernels.attention.pallas_gpu._problem import LARGEST_HEAD, SMALLEST_BLOCK, whole_block
 from haliax_kernels.errors import UnsupportedOptionError
 from haliax_kernels.linear import decays
 from haliax_kernels.linear.contract import LinearOperands, LinearOptions
+from haliax_kernels.pallas_triton import DTYPES, LARGEST_HEAD, SMALLEST_BLOCK, call_on_arrays, whole_block
 
-_DTYPES = (jnp.float32, jnp.bfloat16, jnp.float16)
 _CHUNK = 64
 # The square of scores is held in registers.
 LARGEST_CHUNK = 128
@@ -193,7 +191,7 @@ def plan_for(options: LinearOptions, x: LinearOperands) -> Plan:
 
 def _check(options: LinearOptions, x: LinearOperands) -> None:
     for name, a in (("q", x.q), ("k", x.k), ("v", x.v)):
-        if a.dtype not in _DTYPES or a.dtype != x.q.dtype:
+        if a.dtype not in DTYPES or a.dtype != x.q.dtype:
             raise UnsupportedOptionError(
                 f"{name}: the Pallas GPU linear attention takes float32, bfloat16 or float16, the same for q, k and "
                 f"v, got {a.dtype}; cast it, or use implementation='xla'."
@@ -241,26 +239,14 @@ def call(
     *,
     interpret: bool,
 ) -> dict[str, Array]:
-    """Run `kernel(plan, refs)`, `refs` holding operands and outputs by name.
+    """Run `kernel(plan, refs)`, `refs` holding operands and outputs by name."""
 
-    Every block of a call is the whole array, which kernels index themselves; on a GPU it is but a pointer.
-    """
-
-    def spec(name: str, shape: tuple[int, ...]) -> pl.BlockSpec:
-        padded = tuple(plan.padded(d, size) for d, size in zip(plan.dimensions(name), shape, strict=True))
-        return pl.BlockSpec(padded, lambda *_: (0,) * len(shape))
+    def padded_shape(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+        return tuple(plan.padded(d, size) for d, size in zip(plan.dimensions(name), shape, strict=True))
 
     def body(reads: dict[str, Any], writes: dict[str, Any]) -> None:
         kernel(plan, {**reads, **writes})
 
-    body.__name__ = body.__qualname__ = name  # the name that profilers show
-    return pl.pallas_call(
-        body,
-        grid=grid,
-        in_specs=({n: spec(n, a.shape) for n, a in operands.items()},),
-        out_specs={n: spec(n, a.shape) for n, a in outputs.items()},
-        out_shape=dict(outputs),
-        compiler_params=plgpu.CompilerParams(num_warps=plan.warps, num_stages=2),
-        interpret=interpret,
-        name=name,
-    )(dict(operands))
+    return call_on_arrays(
+        body, name, grid, operands, outputs, padded_shape, warps=plan.warps, stages=2, interpret=interpret
+    )

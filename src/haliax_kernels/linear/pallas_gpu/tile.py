@@ -13,8 +13,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 from jaxtyping import Array, Bool
 
-from haliax_kernels.attention.pallas_gpu._tile import Index, positions
 from haliax_kernels.linear.pallas_gpu.plan import Plan
+from haliax_kernels.pallas_triton import Index, positions
 
 
 @dataclass(frozen=True)
