@@ -160,9 +160,11 @@ def compare(name, case, x=None, tolerance=None):
     # Gradients by what normalised results do not depend on are 0: what a lone token's query is, say.
     least = 0.3 if case.normalize else 1e-30
     more = {}
-    if case.decay == "head":
-        # A sum over tokens, whose parts may cancel.
-        each = x._replace(log_decay=np.broadcast_to(x.log_decay, case.length))
-        more["dlog"] = max(np.abs(want(case.options, each, *case.cotangents())["dlog"]).sum(), 1e-30)
+    if case.decay in ("head", "token"):
+        # A sum over channels, and for a head over tokens, whose parts may cancel.
+        each = x.log_decay if case.decay == "head" else x.log_decay[:, None]
+        each = x._replace(log_decay=np.broadcast_to(each, (case.length, case.key)))
+        parts = np.abs(want(case.options, each, *case.cotangents())["dlog"]).sum(1)
+        more["dlog"] = max(parts.sum() if case.decay == "head" else parts.max(initial=0), 1e-30)
     check(got, want(case.options, x, *case.cotangents()), tolerance or TOLERANCE[case.dtype], least, **more)
     return got

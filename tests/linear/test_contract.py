@@ -73,6 +73,14 @@ def test_combinations(name, case):
     compare(name, case)
 
 
+@every_implementation
+@pytest.mark.parametrize("seed", [1, 15, 22])
+def test_queries_of_means(name, seed):
+    """What a normalised result gives to its query all but cancels, and must not be left of rounding."""
+    case = Case(length=15, group=3, normalize=True, segments=3, dtype="bfloat16", seed=seed)
+    compare(name, case, tolerance=0.012)
+
+
 # --- hard inputs -----------------------------------------------------------------------------------------------------
 
 

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
 from haliax_kernels.errors import UnsupportedOptionError
@@ -170,15 +171,18 @@ def clamped(options: LinearOptions, normalizer: Float32[Array, "..."]) -> Float3
 
 
 def result_gradients(
-    options: LinearOptions, dy: Array, y: Array | None, normalizer: Array | None
+    options: LinearOptions, dy: Array, y: Array | None, normalizer: Array | None, dtype: DTypeLike = jnp.float32
 ) -> chunked.ResultGradients:
-    """Gradients of the sums and the normaliser from those of their quotient."""
+    """Gradients of the sums and the normaliser from those of their quotient.
+
+    The sums' gradients have the digits of `dtype`, that of the products they go into, and the normaliser's is made of
+    the same numbers: what the two give to a query all but cancels.
+    """
     dsums = options.scale * dy.astype(jnp.float32)
     if normalizer is None or y is None:
-        return chunked.ResultGradients(dsums, None)
-    divisor = clamped(options, normalizer)
-    dsums = dsums / divisor[..., None]
-    through = -(dy.astype(jnp.float32) * y.astype(jnp.float32)).sum(-1) / divisor
+        return chunked.ResultGradients(dsums.astype(dtype), None)
+    dsums = (dsums / clamped(options, normalizer)[..., None]).astype(dtype)
+    through = -(dsums.astype(jnp.float32) * y.astype(jnp.float32)).sum(-1) / (options.scale or 1.0)
     return chunked.ResultGradients(dsums, jnp.where(jnp.abs(normalizer) < options.epsilon, 0, through))
 
 

@@ -86,8 +86,10 @@ def backward(
         return LinearGradients(jnp.zeros_like(x.q), jnp.zeros_like(x.k), jnp.zeros_like(x.v), dlog, dstate)
     dnormalizer, dsums = None, dy
     if options.normalize:
-        dsums, dnormalizer = result_gradients(options, dy, residuals.y, residuals.normalizer)
-    dsums = dsums if dsums.dtype == plan.dtype else plan.narrow(dsums)
+        y, normalizer = residuals
+        dsums, dnormalizer = result_gradients(options, dy, y, normalizer, plan.narrow_dtype)
+    elif dsums.dtype != plan.dtype:
+        dsums = plan.narrow(dsums)
     decay = decay_operands(plan, x)
     borders, _ = states(plan, decay, first_state(options, x), x.k[None], x.v[None], interpret=interpret)
     dborders, dfirst = states(plan, decay, dstate, x.q, dsums, dnormalizer, reverse=True, interpret=interpret)

@@ -54,11 +54,12 @@ def _kernel(plan: Plan, refs: dict[str, Any]) -> None:
     sums = jnp.zeros((plan.size, plan.value_block), jnp.float32)
     normalizer = jnp.zeros(plan.size, jnp.float32) if plan.options.normalize else None
     scores, sums, normalizer = fold(plan.key_blocks, of_keys, (scores, sums, normalizer))
-    scores = chunk.weigh(scores, keys_first=False)
+    scores = plan.narrow(chunk.weigh(scores, keys_first=False))
     v = load(refs["v"], chunk.tokens, values)
-    y = (sums + plan.dot(plan.narrow(scores), v, (1, 0))) * plan.options.scale
+    y = (sums + plan.dot(scores, v, (1, 0))) * plan.options.scale
     if normalizer is not None:
-        normalizer = normalizer + scores.sum(1)
+        # It sums what the product sees, so that a quotient is the mean that it should be.
+        normalizer = normalizer + scores.astype(jnp.float32).sum(1)
         y = y / clamped(plan.options, normalizer)[:, None]
         if "normalizer" in refs:
             store(refs["normalizer"], normalizer, head, chunk.tokens, when=pl.program_id(2) == 0)

@@ -135,12 +135,17 @@ class Plan:
         sizes |= {"chunks": self.chunks, "tokens": self.chunks * self.size, "key_blocks": self.key_blocks}
         return jax.ShapeDtypeStruct(tuple(sizes[d] for d in self.dimensions(name)), dtype)
 
+    @property
+    def narrow_dtype(self) -> Any:
+        """What `narrow` makes of its argument."""
+        return jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float32
+
     def narrow(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """As an operand of a product.
 
         Not as float16, whose range sums over tokens and quotients leave: TF32 has float16's digits.
         """
-        return x.astype(jnp.bfloat16 if self.dtype == jnp.bfloat16 else jnp.float32)
+        return x.astype(self.narrow_dtype)
 
     def operand(self, x: Float[Array, "..."]) -> Float[Array, "..."]:
         """What was loaded as it is, and what was computed as `narrow` makes it."""

@@ -90,9 +90,9 @@ def backward(
         return LinearGradients(jnp.zeros_like(x.q), jnp.zeros_like(x.k), jnp.zeros_like(x.v), dlog, dstate)
     operands = _operands(plan, x)
     if plan.normalize:
-        d = result_gradients(options, dy, residuals.y, residuals.normalizer)
+        d = result_gradients(options, dy, residuals.y, residuals.normalizer, plan.dtype)
         assert d.normalizer is not None and residuals.z_starts is not None
-        operands["dsums"] = plan.pad(d.sums.astype(plan.dtype), 1)
+        operands["dsums"] = plan.pad(d.sums, 1)
         dnormalizer = plan.pad(d.normalizer, 1)
         operands["dnormalizer"] = dnormalizer.reshape(plan.group, plan.blocks, plan.n, plan.size)
         operands["z_starts"] = residuals.z_starts

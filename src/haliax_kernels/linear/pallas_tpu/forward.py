@@ -89,10 +89,12 @@ def _kernel(plan: Plan, inputs: tuple[str, ...], outputs: tuple[str, ...], *refs
             rows = plan.rows(c)
             q, k, v = named["q"][g, rows, :], named["k"][rows, :], named["v"][rows, :]
             scores, q_start = decay.scores(q, k), decay.from_start(q)
-            sums = plan.dot(plan.narrow(scores), v, (1, 0)) + plan.dot(plan.narrow(q_start), s_chunks[c], (1, 1))
+            # The normaliser sums what the products see, so that a quotient is the mean that it should be.
+            scores, q_start = plan.narrow(scores), plan.narrow(q_start)
+            sums = plan.dot(scores, v, (1, 0)) + plan.dot(q_start, s_chunks[c], (1, 1))
             factor: Any = plan.scale
             if plan.normalize:
-                normalizer = scores.sum(1, keepdims=True)
+                normalizer = scores.astype(jnp.float32).sum(1, keepdims=True)
                 normalizer += (q_start.astype(jnp.float32) * z_chunks[c]).sum(1, keepdims=True)
                 least = jnp.where(normalizer < 0, -plan.epsilon, plan.epsilon)
                 factor = plan.scale / jnp.where(jnp.abs(normalizer) < plan.epsilon, least, normalizer)
