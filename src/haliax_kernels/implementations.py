@@ -5,7 +5,9 @@
 
 import functools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeVar
 
@@ -127,6 +129,21 @@ def dtype_limits(dtype: Any, *taken: Any) -> list[str]:
     return [f"it takes {', '.join(names)} and {last}, not {jnp.dtype(dtype)}"]
 
 
+_planned: ContextVar[str | None] = ContextVar("planned_platform", default=None)
+
+
+@contextmanager
+def planned_platform(platform: str | None) -> Iterator[None]:
+    """Choose as on another platform (`cpu`, `gpu` or `tpu`) in the `with` block, to plan or compile for it."""
+    token = _planned.set(platform)
+    try:
+        yield
+    finally:
+        _planned.reset(token)
+
+
 def current_platform() -> str:
-    """The platform that a call in this context runs on: that of the context's mesh, else JAX's default backend."""
-    return _compat.mesh_platform(_compat.context_mesh() or _compat.legacy_mesh()) or jax.default_backend()
+    """The platform that a call in this context runs on: the planned one, else that of the context's mesh, else JAX's
+    default backend."""
+    mesh = _compat.context_mesh() or _compat.legacy_mesh()
+    return _planned.get() or _compat.mesh_platform(mesh) or jax.default_backend()

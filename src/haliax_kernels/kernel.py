@@ -26,6 +26,7 @@ from haliax_kernels.plain import PlainKernel
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.planner import KernelSpec, make_plan
 from haliax_kernels.policies import Manual, Policy, check_policies
+from haliax_kernels.recording import tell
 from haliax_kernels.shard_context import with_shard
 from haliax_kernels.signature import call_signature, parse_signature, signature_from_annotations
 
@@ -85,6 +86,7 @@ class NamedKernel:
         """
         shape, arrays, key = self._read(args, kwargs, axes, axis_mapping, mesh)
         plan, run = self._ready(self._spec, shape, *key)
+        tell((self._fn, self._spec, shape, *key), lambda: self._traced(plan, shape, run is None))
         if run is None:
             raise plan.refusal()
         refuse_closed_over_tracers(self._fn, self._spec.name)
@@ -116,7 +118,11 @@ class NamedKernel:
         """
         shape, _, key = self._read(args, kwargs, axes, axis_mapping, mesh)
         plan, run = self._ready(self._spec, shape, *key)
-        if run is None:
+        return self._traced(plan, shape, run is None)
+
+    def _traced(self, plan: KernelPlan, shape: CallShape, refused: bool) -> KernelPlan:
+        """The plan with what only a trace of the kernel says, unless the call is refused."""
+        if refused:
             return plan
         local = LocalKernel(with_shard(self._fn, self._spec, plan), plan, shape)
         if not (plan.sharded and self._spec.takes_shard):

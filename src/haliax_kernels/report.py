@@ -4,6 +4,8 @@
 """Print a plan as a table."""
 
 from collections.abc import Iterable
+from dataclasses import asdict
+from typing import Any
 
 from haliax_kernels.errors import bytes_text
 from haliax_kernels.plan import AxisPlan, Collective, KernelPlan
@@ -47,6 +49,42 @@ def render_plan(plan: KernelPlan) -> str:
         for error in plan.refusals:
             lines += [f"  {line}" for line in f"{type(error).__name__}: {error}".splitlines()]
     return "\n".join(lines)
+
+
+def plan_dict(plan: KernelPlan) -> dict[str, Any]:
+    """A plan as plain data, for JSON: sizes in elements, bytes on one device."""
+
+    def axes(found: Iterable[AxisPlan]) -> list[dict[str, Any]]:
+        return [
+            {
+                "name": a.name,
+                "core": a.core,
+                "size": a.size,
+                "local_size": a.local_size,
+                "mesh_axes": list(a.mesh_axes),
+                "policy": None if a.policy is None else str(a.policy),
+                "sharding_from": a.origin,
+            }
+            for a in found
+        ]
+
+    return {
+        "kernel": plan.kernel,
+        "signature": str(plan.signature),
+        "mesh": None if plan.mesh is None else dict(plan.mesh.sizes),
+        "inputs": [
+            {"label": x.label, "dtype": str(x.dtype), "axes": axes(x.axes), "local_bytes": x.local_bytes}
+            for x in plan.inputs
+        ],
+        "outputs": [
+            {"dtype": None if x.dtype is None else str(x.dtype), "axes": axes(x.axes), "local_bytes": x.local_bytes}
+            for x in plan.outputs
+        ],
+        "collectives": [{**asdict(c), "mesh_axes": list(c.mesh_axes)} for c in plan.collectives],
+        "reshards": list(plan.reshards),
+        "notes": list(plan.notes),
+        "refusals": [f"{type(e).__name__}: {e}" for e in plan.refusals],
+    }
 
 
 def _mesh(plan: KernelPlan) -> str:

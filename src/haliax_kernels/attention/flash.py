@@ -26,6 +26,7 @@ from haliax_kernels.errors import ArgumentError, BindingError, UnsupportedOption
 from haliax_kernels.implementations import choose, current_platform
 from haliax_kernels.kernel import NamedKernel
 from haliax_kernels.plan import KernelPlan
+from haliax_kernels.recording import plan_notes
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +168,7 @@ def flash_attention(
         block_sizes=block_sizes,
         return_lse=return_lse,
     )
-    with keys_beside_queries(prepared.q_pos, prepared.k_pos):
+    with keys_beside_queries(prepared.q_pos, prepared.k_pos), plan_notes(prepared.note):
         result = prepared.kernel(*prepared.arguments, options=prepared.options, axes=prepared.axes)
     if return_lse:
         return result[0].astype(query.dtype), result[1]

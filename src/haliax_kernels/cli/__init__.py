@@ -1,0 +1,3 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+"""The command line: `haliax-kernels`, or `python -m haliax_kernels`."""

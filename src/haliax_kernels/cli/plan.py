@@ -1,0 +1,108 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""`haliax-kernels plan`: what each kernel of a Levanter run does on its mesh, on any machine, in seconds."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import logging
+import math
+import re
+import sys
+from typing import TYPE_CHECKING, Any
+
+from haliax_kernels.distributions import require_levanter
+from haliax_kernels.errors import bytes_text
+from haliax_kernels.report import plan_dict
+
+if TYPE_CHECKING:
+    from haliax_kernels.levanter.model_plan import ModelPlan
+
+_DESCRIPTION = """\
+Traces the model of a Levanter config on a mesh of as many devices as you name, with no weights, no data and no
+accelerator, and prints for each call of a kernel its plan: how every array is sharded, what is communicated, with its
+bytes, how a sharded sequence is computed and why. All other arguments go to Levanter, as in a run:
+`--trainer.train_batch_size 64`, `--kernels.context_parallel ring`. The exit status is 1 where the run could not be.
+"""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the command."""
+    parser = commands.add_parser(
+        "plan",
+        help="print what each kernel of a Levanter config does on its mesh",
+        description=_DESCRIPTION,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    parser.add_argument("config", metavar="CONFIG.yaml", help="a config of Levanter's train_lm")
+    where = parser.add_mutually_exclusive_group(required=True)
+    where.add_argument("--devices", type=_devices, metavar="N", help="the number of devices")
+    where.add_argument("--topology", type=_topology, metavar="v5p:4x4x4", help="TPU chips, as they are connected")
+    parser.add_argument("--platform", choices=("tpu", "gpu", "cpu"), help="of the --devices; tpu unless given")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.set_defaults(run=run, takes_more=True)
+
+
+def run(args: argparse.Namespace, rest: list[str]) -> int:
+    """Runs the command."""
+    require_levanter()
+    from haliax_kernels.levanter.__main__ import use_cpu_devices
+
+    use_cpu_devices(args.devices or args.topology)
+    # Levanter tells about itself; here only the plan is wanted.
+    logging.disable(logging.WARNING)
+    from haliax_kernels.levanter.model_plan import plan_model
+
+    found = plan_model(["--config_path", args.config, *rest], args.platform or "tpu")
+    print(json.dumps(_as_dict(found), indent=2) if args.json else _text(found))
+    if found.refusal is not None and not args.json:
+        print(f"error: {found.refusal}", file=sys.stderr)
+    return 1 if found.refusal is not None else 0
+
+
+def _devices(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of devices")
+    return int(text)
+
+
+def _topology(text: str) -> int:
+    match = re.fullmatch(r"v\d\w*:(\d+(?:x\d+)+)", text)
+    if match is None:
+        raise argparse.ArgumentTypeError(f"{text!r} is no topology such as v5e:4x4 or v5p:4x4x4")
+    return math.prod(map(int, match[1].split("x")))
+
+
+def _text(found: ModelPlan) -> str:
+    mesh = " x ".join(f"{name} {size}" for name, size in found.mesh.items())
+    lines = [f"mesh: {mesh}", f"one forward pass: {found.batch} examples of {found.length} tokens"]
+    for plan, count in found.plans:
+        times = "" if count == 1 else f" (traced {count} times)"
+        lines += ["", "-" * 100, f"{plan}{times}", "", _sum(plan)]
+    if not found.plans and found.refusal is None:
+        lines += ["", "The model calls no named kernel. Set model.attn_backend: pallas_flash for ours."]
+    if found.warnings:
+        lines += ["", "warnings:", *(f"  {w}" for w in dict.fromkeys(found.warnings))]
+    return "\n".join(lines)
+
+
+def _sum(plan: Any) -> str:
+    per_phase = []
+    for phase in ("forward", "backward"):
+        sizes = [(c.bytes_per_device or 0) * (c.steps or 1) for c in plan.collectives if c.phase == phase]
+        per_phase.append(f"{phase} {bytes_text(sum(sizes))}")
+    return f"communication of one call on one device: {', '.join(per_phase)}"
+
+
+def _as_dict(found: ModelPlan) -> dict[str, Any]:
+    return {
+        "mesh": found.mesh,
+        "batch": found.batch,
+        "length": found.length,
+        "kernels": [{**plan_dict(plan), "traced": count} for plan, count in found.plans],
+        "warnings": list(dict.fromkeys(found.warnings)),
+        "refusal": found.refusal,
+    }
