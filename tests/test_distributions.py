@@ -28,6 +28,6 @@ def test_an_old_distribution_stops_the_import(tmp_path):
 
 
 def test_the_message_names_both(monkeypatch):
-    monkeypatch.setattr(distributions, "_version", {"haliax": "1.3", "levanter": "1.2"}.get)
+    monkeypatch.setattr(distributions, "installed_version", {"haliax": "1.3", "levanter": "1.2"}.get)
     with pytest.raises(ImportError, match=r"haliax 1\.3, levanter 1\.2.*marin-haliax, marin-levanter"):
         distributions.refuse_old_distributions()

@@ -20,7 +20,7 @@ def refuse_old_distributions() -> None:
     Raises:
         DistributionError: If an old distribution is installed.
     """
-    old = {name: version for name in _MAINTAINED if (version := _version(name)) is not None}
+    old = {name: version for name in _MAINTAINED if (version := installed_version(name)) is not None}
     if old:
         found = ", ".join(f"{name} {version}" for name, version in old.items())
         wanted = ", ".join(_MAINTAINED[name] for name in old)
@@ -37,11 +37,12 @@ def require_levanter() -> None:
     Raises:
         DistributionError: If `marin-levanter` is not installed.
     """
-    if _version("marin-levanter") is None:
+    if installed_version("marin-levanter") is None:
         raise DistributionError("Levanter is not installed. Install it with: pip install 'haliax-kernels[levanter]'")
 
 
-def _version(distribution: str) -> str | None:
+def installed_version(distribution: str) -> str | None:
+    """The version of a distribution; None if it is not installed."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError:

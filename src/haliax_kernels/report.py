@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Print a plan as a table."""
+"""A plan as a table to print, and as plain data."""
 
 from collections.abc import Iterable
 from dataclasses import asdict

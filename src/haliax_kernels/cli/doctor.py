@@ -16,6 +16,7 @@ import jax.numpy as jnp
 
 import haliax_kernels
 from haliax_kernels.attention import backends as attention
+from haliax_kernels.distributions import installed_version
 from haliax_kernels.implementations import current_platform
 from haliax_kernels.linear import backends as linear
 
@@ -32,7 +33,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Runs the command; the status is 1 where something must be repaired."""
     print(f"haliax-kernels {haliax_kernels.__version__}, Python {platform.python_version()}")
     for name in _DISTRIBUTIONS:
-        print(f"  {name:15} {_version(name) or 'not installed'}")
+        print(f"  {name:15} {installed_version(name) or 'not installed'}")
     problems = list(_problems())
     try:
         devices = jax.devices()
@@ -50,24 +51,16 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     return 1 if problems else 0
 
 
-def _version(name: str) -> str | None:
-    try:
-        return metadata.version(name)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def _problems() -> Iterator[str]:
     # The old distributions of haliax and levanter stop the import of this package; they never come this far.
-    found = metadata.packages_distributions()
+    distributions = metadata.packages_distributions()
     for module in ("haliax", "levanter", "jax"):
-        owners = sorted(set(found.get(module, ())))
+        owners = sorted(set(distributions.get(module, ())))
         if len(owners) > 1:
             yield f"module {module} comes from {' and '.join(owners)}: uninstall them, and install one of them again."
-    if _version("jax") and _version("jaxlib"):
-        ours, theirs = (tuple(map(int, metadata.version(n).split(".")[:2])) for n in ("jax", "jaxlib"))
-        if ours != theirs:
-            yield f"jax {_version('jax')} and jaxlib {_version('jaxlib')} differ: pip install -U jax jaxlib"
+    found = {name: metadata.version(name) for name in ("jax", "jaxlib")}
+    if len({tuple(v.split(".")[:2]) for v in found.values()}) > 1:
+        yield f"jax {found['jax']} and jaxlib {found['jaxlib']} differ: pip install -U jax jaxlib"
 
 
 def _implementations() -> Iterator[str]:

@@ -13,6 +13,7 @@ import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from haliax_kernels.cpu_devices import device_count, use_cpu_devices
 from haliax_kernels.distributions import require_levanter
 from haliax_kernels.errors import bytes_text
 from haliax_kernels.report import plan_dict
@@ -39,7 +40,7 @@ def add_parser(commands: Any) -> None:
     )
     parser.add_argument("config", metavar="CONFIG.yaml", help="a config of Levanter's train_lm")
     where = parser.add_mutually_exclusive_group(required=True)
-    where.add_argument("--devices", type=_devices, metavar="N", help="the number of devices")
+    where.add_argument("--devices", type=device_count, metavar="N", help="the number of devices")
     where.add_argument("--topology", type=_topology, metavar="v5p:4x4x4", help="TPU chips, as they are connected")
     parser.add_argument("--platform", choices=("tpu", "gpu", "cpu"), help="of the --devices; tpu unless given")
     parser.add_argument("--json", action="store_true", help="print JSON")
@@ -49,8 +50,6 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Runs the command."""
     require_levanter()
-    from haliax_kernels.levanter.__main__ import use_cpu_devices
-
     use_cpu_devices(args.devices or args.topology)
     # Levanter tells about itself; here only the plan is wanted.
     logging.disable(logging.WARNING)
@@ -61,12 +60,6 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     if found.refusal is not None and not args.json:
         print(f"error: {found.refusal}", file=sys.stderr)
     return 1 if found.refusal is not None else 0
-
-
-def _devices(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of devices")
-    return int(text)
 
 
 def _topology(text: str) -> int:
@@ -85,7 +78,7 @@ def _text(found: ModelPlan) -> str:
     if not found.plans and found.refusal is None:
         lines += ["", "The model calls no named kernel. Set model.attn_backend: pallas_flash for ours."]
     if found.warnings:
-        lines += ["", "warnings:", *(f"  {w}" for w in dict.fromkeys(found.warnings))]
+        lines += ["", "warnings:", *(f"  {w}" for w in found.warnings)]
     return "\n".join(lines)
 
 
@@ -103,6 +96,6 @@ def _as_dict(found: ModelPlan) -> dict[str, Any]:
         "batch": found.batch,
         "length": found.length,
         "kernels": [{**plan_dict(plan), "traced": count} for plan, count in found.plans],
-        "warnings": list(dict.fromkeys(found.warnings)),
+        "warnings": list(found.warnings),
         "refusal": found.refusal,
     }

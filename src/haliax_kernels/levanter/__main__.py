@@ -8,19 +8,17 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
-import os
-import re
 import runpy
 import sys
 import tempfile
 from pathlib import Path
 
+from haliax_kernels.cpu_devices import device_count, use_cpu_devices
 from haliax_kernels.distributions import DistributionError, require_levanter
 from haliax_kernels.levanter.config import KernelsConfig, KernelsConfigError, nearest, set_options
 from haliax_kernels.levanter.config_files import LauncherConfig, read_launcher_config
 
 _PROG = "python -m haliax_kernels.levanter"
-_DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 _EPILOG = f"""\
 All other arguments go to the Levanter main (`{_PROG} train_lm -- --help` shows them).
@@ -58,16 +56,6 @@ def levanter_mains() -> list[str]:
     return sorted(path.stem for folder in folders for path in folder.glob("*.py") if path.stem != "__init__")
 
 
-def use_cpu_devices(count: int) -> None:
-    """Makes JAX run on `count` CPU devices. It must come before anything that asks JAX for its devices."""
-    flags = re.sub(rf"{_DEVICE_COUNT}=\S*", "", os.environ.get("XLA_FLAGS", ""))
-    os.environ["XLA_FLAGS"] = f"{flags} {_DEVICE_COUNT}={count}".strip()
-    os.environ["JAX_PLATFORMS"] = "cpu"
-    # XLA reads its flags when the first device is asked for, but JAX reads its platform when it is imported.
-    if (jax := sys.modules.get("jax")) is not None:
-        jax.config.update("jax_platforms", "cpu")
-
-
 def _parser(names: list[str]) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog=_PROG,
@@ -78,14 +66,8 @@ def _parser(names: list[str]) -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("name", metavar="MAIN", help=f"one of {', '.join(names) or '(Levanter is not installed)'}")
-    parser.add_argument("--devices", type=_positive, metavar="N", help="run on N CPU devices of this machine")
+    parser.add_argument("--devices", type=device_count, metavar="N", help="run on N CPU devices of this machine")
     return parser
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a positive number of devices")
-    return int(text)
 
 
 def _check_name(name: str, names: list[str]) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import difflib
 import tempfile
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +57,12 @@ class ModelPlan:
     refusal: str | None = None
 
 
-@dataclass
+@dataclass(frozen=True)
 class _Run:
     """A config as Levanter reads it."""
 
     file: str
     config: Any
-    plans: list[KernelPlan] = field(default_factory=list)
 
     @property
     def trainer(self) -> Any:
@@ -94,10 +93,9 @@ def plan_model(args: Sequence[str], platform: str | None = None) -> ModelPlan:
         except Exception as error:
             refusal = str(_refused(run, mesh, error))
     plans = _counted(found)
-    warnings = list(_warnings(mesh, plans))
     if refusal is None:
         _check_mapping_names(run, names | {a.name for p, _ in plans for x in p.inputs for a in x.axes})
-    return ModelPlan(mesh, batch, length, plans, tuple(warnings), refusal)
+    return ModelPlan(mesh, batch, length, plans, tuple(dict.fromkeys(_warnings(mesh, plans))), refusal)
 
 
 def _load(args: list[str]) -> _Run:
