@@ -180,6 +180,6 @@ def test_a_levanter_that_cannot_be_hooked_is_refused(monkeypatch):
 
 def test_without_levanter(monkeypatch):
     distributions.require_levanter()
-    monkeypatch.setattr(distributions, "_version", {}.get)
+    monkeypatch.setattr(distributions, "installed_version", {}.get)
     with pytest.raises(distributions.DistributionError, match="haliax-kernels\\[levanter\\]"):
         distributions.require_levanter()
