@@ -197,11 +197,11 @@ def tpu_rows(lengths: list[int], decays: list[str]) -> Iterator[tuple[int, dict[
     sharding = NamedSharding(tpu_static.topology_mesh("v5e:2x2", {"x": 1}), PartitionSpec())
     seen: set[str] = set()
 
-    def cycles(kernel: tpu_static.Kernel, steps: int) -> float:
+    def cycles(kernel: tpu_static.KernelSchedule, steps: int) -> float:
         """The body once for each step of the grid; the loop turns more often, to fill and drain the pipeline."""
         (loop,) = [body for body in kernel.root.inner if body.kind == "loop"]
         (step,) = [body for body in loop.inner if kernel.multiplies(body)]
-        return kernel.root.own + loop.trips * loop.own + steps * kernel.cycles(step, 1)
+        return kernel.root.own + loop.trips * loop.own + steps * tpu_static.cycles(kernel, step, 1)
 
     for length in lengths:
         x = jax.ShapeDtypeStruct((heads, length, TPU_SIZE), jnp.bfloat16, sharding=sharding)

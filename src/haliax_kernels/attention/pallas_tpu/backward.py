@@ -9,6 +9,7 @@ dq needs a transpose.
 """
 
 import functools
+import math
 from typing import Any
 
 import jax
@@ -125,6 +126,7 @@ def backward(
         input_output_aliases=aliases,
         compiler_params=compiler_params(("arbitrary", "arbitrary"), vmem, interpret),
         name="attention_backward",
+        metadata={} if plan.bias_heads else steps.metadata(plan.head_blocks, True, math.prod(out_shape[0].shape)),
     )(steps.pairs, steps.flags, offsets, *arrays)
     dbias = None
     if plan.bias_heads:

@@ -63,6 +63,7 @@ def forward(
         ],
         compiler_params=compiler_params(("parallel", "arbitrary"), vmem, interpret),
         name="attention_forward",
+        metadata=steps.metadata(plan.head_blocks, False, plan.group * t.q_count * t.q * value_size),
     )(
         steps.pairs,
         steps.flags,

@@ -8,6 +8,7 @@ is built only visible pairs are in the list; with traced offsets the list has ro
 what is left over repeats the last pair, so that nothing is loaded for it.
 """
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -172,6 +173,36 @@ class Steps:
         if self.tiles.offset is None:
             return (WHOLE, MASKED, *range(SPECIAL, SPECIAL + len(self.tiles.special)))
         return tuple(sorted({int(x) & 15 for x in np.asarray(self.flags)} - {NOTHING}))
+
+    def branch_runs(self, head_blocks: int, backward: bool) -> list[int] | None:
+        """How often the branches of a kernel without a bias run, in the program's order; None for traced offsets."""
+        if self.tiles.offset is None:
+            return None
+        counts = Counter(int(flags) & 15 for flags in np.asarray(self.flags))
+        bodies = [head_blocks * counts[body] for body in self.bodies]
+        t = self.tiles
+        # Where a kernel has a single step, being the first one is no condition.
+        runs = [head_blocks] if len(self) > 1 else []
+        if backward:
+            return [*runs, t.k_count, *bodies, head_blocks * t.q_count, t.k_count]
+        return [*runs, *bodies, head_blocks * t.q_count]
+
+    def metadata(self, head_blocks: int, backward: bool, elements: int) -> dict[str, str]:
+        """What `compiled.kernels` reads in a compiled program, to count the kernel's cycles.
+
+        Args:
+            head_blocks: in one call.
+            backward: whether it is the backward kernel.
+            elements: of the kernel's first result in one call; a `vmap` makes it larger.
+        """
+        runs = self.branch_runs(head_blocks, backward)
+        if runs is None:
+            return {}
+        return {
+            "branch_runs": " ".join(map(str, runs)),
+            "grid_steps": str(head_blocks * len(self)),
+            "elements": str(elements),
+        }
 
 
 def q_block(pair: Int32[Array, ""]) -> Int32[Array, ""]:
