@@ -13,7 +13,7 @@ from haliax import Axis
 from jax.sharding import AxisType
 
 from haliax_kernels import ShardedAxisError, named_kernel
-from haliax_kernels.recording import recorded_plans
+from haliax_kernels.recording import recorded_calls
 
 X, Batch = Axis("x", 8), Axis("batch", 4)
 
@@ -30,19 +30,19 @@ def call(mapping):
 
 
 def test_nothing_runs_and_everything_is_there():
-    with recorded_plans() as plans:
+    with recorded_calls() as calls:
         call({"batch": "data"})
-    (plan,) = plans
+    (plan,) = (call.plan for call in calls)
     assert plan.kernel == "double"
     assert [(a.name, a.local_size) for a in plan.outputs[0].axes] == [("batch", 2), ("x", 8)]
     call({"batch": "data"})
-    assert len(plans) == 1
+    assert len(calls) == 1
 
 
 def test_a_refused_call_is_there_too():
-    with recorded_plans() as plans, pytest.raises(ShardedAxisError):
+    with recorded_calls() as calls, pytest.raises(ShardedAxisError):
         call({"x": "data"})
-    assert [type(e) for e in plans[0].refusals] == [ShardedAxisError]
+    assert [type(e) for e in calls[0].plan.refusals] == [ShardedAxisError]
 
 
 def test_the_log_has_each_plan_once(caplog):

@@ -129,21 +129,32 @@ def dtype_limits(dtype: Any, *taken: Any) -> list[str]:
     return [f"it takes {', '.join(names)} and {last}, not {jnp.dtype(dtype)}"]
 
 
-_planned: ContextVar[str | None] = ContextVar("planned_platform", default=None)
+_planned: ContextVar[tuple[str | None, str]] = ContextVar("planned_platform", default=(None, ""))
 
 
 @contextmanager
-def planned_platform(platform: str | None) -> Iterator[None]:
-    """Choose as on another platform (`cpu`, `gpu` or `tpu`) in the `with` block, to plan or compile for it."""
-    token = _planned.set(platform)
+def planned_platform(platform: str | None, kind: str = "") -> Iterator[None]:
+    """Choose as on another platform (`cpu`, `gpu` or `tpu`) in the `with` block, to plan or compile for it.
+
+    Args:
+        platform: the platform; None for the real one.
+        kind: the `device_kind` of its devices, as JAX calls it; empty for any.
+    """
+    token = _planned.set((platform, kind))
     try:
         yield
     finally:
         _planned.reset(token)
 
 
+def current_device_kind() -> str:
+    """The `device_kind` of the devices that a call here runs on; empty where only the platform is planned."""
+    platform, kind = _planned.get()
+    return jax.devices()[0].device_kind if platform is None else kind
+
+
 def current_platform() -> str:
     """The platform that a call in this context runs on: the planned one, else that of the context's mesh, else JAX's
     default backend."""
     mesh = _compat.context_mesh() or _compat.legacy_mesh()
-    return _planned.get() or _compat.mesh_platform(mesh) or jax.default_backend()
+    return _planned.get()[0] or _compat.mesh_platform(mesh) or jax.default_backend()

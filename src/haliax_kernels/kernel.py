@@ -86,7 +86,7 @@ class NamedKernel:
         """
         shape, arrays, key = self._read(args, kwargs, axes, axis_mapping, mesh)
         plan, run = self._ready(self._spec, shape, *key)
-        tell((self._fn, self._spec, shape, *key), lambda: self._traced(plan, shape, run is None))
+        tell((self._fn, self._spec, shape, *key), lambda: self._traced(plan, shape, run is None), run)
         if run is None:
             raise plan.refusal()
         refuse_closed_over_tracers(self._fn, self._spec.name)

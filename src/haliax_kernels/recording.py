@@ -7,26 +7,46 @@ import logging
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
-from dataclasses import replace
+from dataclasses import dataclass, replace
+
+import jax
 
 from haliax_kernels.plan import KernelPlan
 
 logger = logging.getLogger("haliax_kernels.plans")
 
-_recorded: ContextVar[list[KernelPlan] | None] = ContextVar("recorded_plans", default=None)
+_recorded: ContextVar[list["RecordedCall"] | None] = ContextVar("recorded_calls", default=None)
 _notes: ContextVar[tuple[str, ...]] = ContextVar("plan_notes", default=())
 _logged: set[Hashable] = set()
 
 
+@dataclass(frozen=True)
+class RecordedCall:
+    """One call of a named kernel.
+
+    Attributes:
+        plan: its plan.
+        run: what runs it, from its global arrays in the plan's order to a tuple of outputs; None where it is refused.
+    """
+
+    plan: KernelPlan
+    run: Callable[..., tuple[jax.Array, ...]] | None
+
+    @property
+    def arguments(self) -> tuple[jax.ShapeDtypeStruct, ...]:
+        """The arrays that `run` takes."""
+        return tuple(jax.ShapeDtypeStruct(x.shape, x.dtype) for x in self.plan.inputs)
+
+
 @contextmanager
-def recorded_plans() -> Iterator[list[KernelPlan]]:
-    """Collect the plan of every call of a named kernel in the `with` block, refused ones too, in order.
+def recorded_calls() -> Iterator[list[RecordedCall]]:
+    """Collect every call of a named kernel in the `with` block, refused ones too, in order.
 
     Under `jax.eval_shape` nothing runs: so one sees what a whole model would do on a mesh. What a program traces once
     and runs often, such as the body of a scan over layers, is there once; a function that is already compiled is not
     traced again, and is not there at all.
     """
-    found: list[KernelPlan] = []
+    found: list[RecordedCall] = []
     token = _recorded.set(found)
     try:
         yield found
@@ -44,12 +64,15 @@ def plan_notes(*notes: str | None) -> Iterator[None]:
         _notes.reset(token)
 
 
-def tell(key: Hashable, make: Callable[[], KernelPlan]) -> None:
+def tell(
+    key: Hashable, make: Callable[[], KernelPlan], run: Callable[..., tuple[jax.Array, ...]] | None = None
+) -> None:
     """Say that a call is made: to who records, and once per `key` and process to the log, at level INFO.
 
     Args:
         key: equal for calls with equal plans.
         make: makes the plan; called only where somebody wants it.
+        run: what runs the call.
     """
     recorded, notes = _recorded.get(), _notes.get()
     log = logger.isEnabledFor(logging.INFO) and key not in _logged
@@ -58,7 +81,7 @@ def tell(key: Hashable, make: Callable[[], KernelPlan]) -> None:
     plan = make()
     plan = replace(plan, notes=(*notes, *plan.notes))
     if recorded is not None:
-        recorded.append(plan)
+        recorded.append(RecordedCall(plan, run))
     if log:
         _logged.add(key)
         logger.info("%s", plan)

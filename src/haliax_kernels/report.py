@@ -33,14 +33,14 @@ def render_plan(plan: KernelPlan) -> str:
         rows += _rows(f"output {i}", out.axes, output=True) or [
             (f"output {i}", "-", "-", "()", "()", "()", "-", "-", "")
         ]
-    lines += ["", *_table(rows)]
+    lines += ["", *table(rows)]
     if plan.mesh is not None and not plan.refusals:
         lines += ["", "collectives (bytes of the result on one device):"]
         found = [
             (c.phase, c.kind, f"over {', '.join(c.mesh_axes)}", f"of {c.what}", _bytes(c.bytes_per_device) + _steps(c))
             for c in plan.collectives
         ]
-        lines += [f"  {row}" for row in _table(found)] if found else ["  none, forward and backward"]
+        lines += [f"  {row}" for row in table(found)] if found else ["  none, forward and backward"]
     for title, texts in (("reshards", plan.reshards), ("notes", plan.notes)):
         if texts:
             lines += ["", f"{title}:", *(f"  {t}" for t in texts)]
@@ -115,7 +115,8 @@ def _rows(label: str, axes: Iterable[AxisPlan], output: bool = False) -> list[tu
     return rows
 
 
-def _table(rows: list[tuple[str, ...]]) -> list[str]:
+def table(rows: list[tuple[str, ...]]) -> list[str]:
+    """Lines of cells in columns."""
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip() for row in rows]
 

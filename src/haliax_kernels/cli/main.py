@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import sys
 
-from haliax_kernels.cli import doctor, plan
+from haliax_kernels.cli import doctor, plan, preflight
 from haliax_kernels.distributions import DistributionError
 from haliax_kernels.errors import NamedKernelError
 
@@ -21,7 +21,7 @@ def main(argv: list[str] | None = None) -> None:
         allow_abbrev=False,
     )
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for module in (plan, doctor):
+    for module in (plan, preflight, doctor):
         module.add_parser(commands)
     args, rest = parser.parse_known_args(argv)
     if rest and not args.takes_more:

@@ -8,11 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import logging
-import math
-import re
 import sys
 from typing import TYPE_CHECKING, Any
 
+from haliax_kernels.cli.arguments import topology
+from haliax_kernels.compiled.topologies import chip_count, device_kind
 from haliax_kernels.cpu_devices import device_count, use_cpu_devices
 from haliax_kernels.distributions import require_levanter
 from haliax_kernels.errors import bytes_text
@@ -41,7 +41,7 @@ def add_parser(commands: Any) -> None:
     parser.add_argument("config", metavar="CONFIG.yaml", help="a config of Levanter's train_lm")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--devices", type=device_count, metavar="N", help="the number of devices")
-    where.add_argument("--topology", type=_topology, metavar="v5p:4x4x4", help="TPU chips, as they are connected")
+    where.add_argument("--topology", type=topology, metavar="v5p:4x4x4", help="TPU chips, as they are connected")
     parser.add_argument("--platform", choices=("tpu", "gpu", "cpu"), help="of the --devices; tpu unless given")
     parser.add_argument("--json", action="store_true", help="print JSON")
     parser.set_defaults(run=run, takes_more=True)
@@ -50,23 +50,17 @@ def add_parser(commands: Any) -> None:
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Runs the command."""
     require_levanter()
-    use_cpu_devices(args.devices or args.topology)
+    use_cpu_devices(args.devices or chip_count(args.topology))
     # Levanter tells about itself; here only the plan is wanted.
     logging.disable(logging.WARNING)
     from haliax_kernels.levanter.model_plan import plan_model
 
-    found = plan_model(["--config_path", args.config, *rest], args.platform or "tpu")
-    print(json.dumps(_as_dict(found), indent=2) if args.json else _text(found))
+    kind = device_kind(args.topology) if args.topology else ""
+    found = plan_model(["--config_path", args.config, *rest], args.platform or "tpu", kind)
+    print(json.dumps(model_plan_dict(found), indent=2) if args.json else _text(found))
     if found.refusal is not None and not args.json:
         print(f"error: {found.refusal}", file=sys.stderr)
     return 1 if found.refusal is not None else 0
-
-
-def _topology(text: str) -> int:
-    match = re.fullmatch(r"v\d\w*:(\d+(?:x\d+)+)", text)
-    if match is None:
-        raise argparse.ArgumentTypeError(f"{text!r} is no topology such as v5e:4x4 or v5p:4x4x4")
-    return math.prod(map(int, match[1].split("x")))
 
 
 def _text(found: ModelPlan) -> str:
@@ -77,9 +71,12 @@ def _text(found: ModelPlan) -> str:
         lines += ["", "-" * 100, f"{plan}{times}", "", _sum(plan)]
     if not found.plans and found.refusal is None:
         lines += ["", "The model calls no named kernel. Set model.attn_backend: pallas_flash for ours."]
-    if found.warnings:
-        lines += ["", "warnings:", *(f"  {w}" for w in found.warnings)]
-    return "\n".join(lines)
+    return "\n".join([*lines, *warning_lines(found)])
+
+
+def warning_lines(found: ModelPlan) -> list[str]:
+    """The warnings of a plan, as lines to print."""
+    return ["", "warnings:", *(f"  {w}" for w in found.warnings)] if found.warnings else []
 
 
 def _sum(plan: Any) -> str:
@@ -90,7 +87,8 @@ def _sum(plan: Any) -> str:
     return f"communication of one call on one device: {', '.join(per_phase)}"
 
 
-def _as_dict(found: ModelPlan) -> dict[str, Any]:
+def model_plan_dict(found: ModelPlan) -> dict[str, Any]:
+    """A plan as plain data."""
     return {
         "mesh": found.mesh,
         "batch": found.batch,

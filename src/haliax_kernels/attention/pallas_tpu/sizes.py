@@ -6,11 +6,11 @@
 from dataclasses import dataclass
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 
 from haliax_kernels.attention.block_sizes import BlockSizes, even_block
 from haliax_kernels.attention.contract import AttentionOptions
+from haliax_kernels.implementations import current_device_kind
 
 _LANES, _SUBLANES = 128, 16
 _MIB = 2**20
@@ -43,8 +43,8 @@ class Sizes:
 
 
 def vector_memory() -> int:
-    """Bytes that a kernel may use: those of the chip JAX runs on; without a TPU, what every TPU has."""
-    kind = jax.devices()[0].device_kind.lower() if jax.default_backend() == "tpu" else ""
+    """Bytes that a kernel may use: those of the chip the call runs on; what every TPU has where that is unknown."""
+    kind = current_device_kind().lower()
     return next((m * _MIB * 3 // 4 for name, m in _VMEM.items() if name in kind and m > 16), _SURE)
 
 

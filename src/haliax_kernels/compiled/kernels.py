@@ -1,0 +1,88 @@
+# Copyright The haliax-kernels Authors
+# SPDX-License-Identifier: Apache-2.0
+
+"""The Pallas kernels of a compiled TPU program, with the cycles of each."""
+
+import math
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from haliax_kernels.compiled.program import Instruction, Program
+from haliax_kernels.compiled.schedules import KernelSchedule
+
+_TARGET = 'custom_call_target="tpu_custom_call"'
+
+
+@dataclass(frozen=True)
+class CompiledKernel:
+    """A Pallas kernel of a compiled program; where the program calls it several times, all of the calls.
+
+    Attributes:
+        name: its name.
+        op_name: the Python scopes that it comes from.
+        runs: how often it runs, as if every branch of the program were taken; None where a loop's turns are not known.
+        cycles: of one run, as scheduled; None where the schedule could not be read.
+        exact: whether `cycles` counts each branch of the kernel as often as it runs; else it is an upper bound, as if
+            every step of its grid took them all.
+    """
+
+    name: str
+    op_name: str
+    runs: int | None
+    cycles: float | None
+    exact: bool
+
+    @property
+    def total_cycles(self) -> float | None:
+        """Of all runs, those in a loop of unknown length counted once."""
+        return None if self.cycles is None else self.cycles * (self.runs or 1)
+
+
+def compiled_kernels(program: Program, schedules: Iterable[KernelSchedule]) -> tuple[CompiledKernel, ...]:
+    """The kernels of a program, the ones that run most cycles first."""
+    by_name = {schedule.name: schedule for schedule in schedules}
+    found: dict[str, list[Instruction]] = {}
+    for i in program:
+        if i.opcode == "custom-call" and _TARGET in i.text:
+            # The compiler builds kernels that are the same once, under the name of one of them.
+            found.setdefault(_identity(i), []).append(i)
+    kernels = []
+    for same in found.values():
+        schedule = next((by_name[i.name] for i in same if i.name in by_name), None)
+        cycles, exact = (None, False) if schedule is None else _cycles(schedule, same[0])
+        runs = [program.runs[i.computation] for i in same]
+        total = None if None in runs else sum(n for n in runs if n is not None)
+        kernels.append(CompiledKernel(_title(same[0]), same[0].op_name, total, cycles, exact))
+    return tuple(sorted(kernels, key=lambda k: -(k.total_cycles or 0)))
+
+
+def _identity(i: Instruction) -> str:
+    layouts = re.search(r"operand_layout_constraints=\{.*?\}\}", i.text)
+    body = re.search(r'"body":"([^"]*)"', i.text)
+    return f"{_shape(i.shape)} {layouts and layouts[0]} {body and body[1]}"
+
+
+def _shape(text: str) -> str:
+    return re.sub(r"\{[^}]*\}", "", text)
+
+
+def _title(i: Instruction) -> str:
+    """The name that the kernel has in Python: the last scope before `pallas_call`."""
+    scopes = i.op_name.removesuffix("/pallas_call").split("/")
+    return re.sub(r"^(?:\w+\()+|\)+$", "", scopes[-1]) or i.name
+
+
+def _cycles(schedule: KernelSchedule, i: Instruction) -> tuple[float, bool]:
+    told = {
+        name: [int(n) for n in text.split()]
+        for name, text in re.findall(r'\\?"?(branch_runs|grid_steps|elements)\\?"?:\s*\\?"([\d ]+)\\?"', i.text)
+    }
+    if told.keys() >= {"branch_runs", "grid_steps", "elements"}:
+        dims = re.search(r"\[([\d,]*)\]", i.shape)
+        size = math.prod(int(d) for d in dims[1].split(",") if d) if dims is not None else 0
+        try:
+            return schedule.by_runs(told["branch_runs"], told["grid_steps"][0], size // told["elements"][0]), True
+        except ValueError:  # the compiler has made other branches of it
+            pass
+    return schedule.at_most(), False
