@@ -14,6 +14,7 @@ from jax.sharding import PartitionSpec
 from haliax_kernels.errors import NamedKernelError
 from haliax_kernels.mesh import MeshAxes, MeshContext, halo_hops
 from haliax_kernels.policies import Gather, Halo, Policy
+from haliax_kernels.ring_plan import RingPlan
 from haliax_kernels.signature import KernelSignature
 
 
@@ -207,6 +208,7 @@ class KernelPlan:
         notes: what runs but may surprise, such as an idle mesh axis.
         reshards: the arguments that lie otherwise than planned, and are resharded on entry.
         own: the collectives that the kernel calls itself; known once it is traced, for a kernel with `Manual` axes.
+        ring: how the shards of a sequence visit each other, where they do.
     """
 
     kernel: str
@@ -223,6 +225,7 @@ class KernelPlan:
     notes: tuple[str, ...] = ()
     reshards: tuple[str, ...] = ()
     own: tuple[Collective, ...] = ()
+    ring: RingPlan | None = None
 
     @property
     def sharded(self) -> bool:
