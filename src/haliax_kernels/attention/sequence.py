@@ -106,13 +106,13 @@ def ring_of(
         return None
     sizes = dict(plan.mesh.sizes)
     shards = math.prod(sizes[m] for m in axes)
-    q_rows, k_rows = (_core(x, core).size // shards for x, core in zip(plan.inputs, ("q_pos", "k_pos"), strict=False))
+    q, k = plan.inputs[:2]
     return RingPlan(
         mesh_axes=axes,
         shards=shards,
         zigzag=strategy.mode == "zigzag" or strategy.stored_zigzag,
-        q_rows=q_rows,
-        k_rows=k_rows,
+        q_rows=_core(q, "q_pos").size // shards,
+        k_rows=_core(k, "k_pos").size // shards,
         left=options.left,
         right=options.right,
         q_offset=0 if static_offset else None,
