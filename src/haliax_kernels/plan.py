@@ -5,7 +5,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -16,6 +16,9 @@ from haliax_kernels.mesh import MeshAxes, MeshContext, halo_hops
 from haliax_kernels.policies import Gather, Halo, Policy
 from haliax_kernels.ring_plan import RingPlan
 from haliax_kernels.signature import KernelSignature
+
+if TYPE_CHECKING:
+    from haliax_kernels.pictures.html import PlanView
 
 
 @dataclass(frozen=True)
@@ -329,6 +332,22 @@ class KernelPlan:
         from haliax_kernels.report import render_plan
 
         return render_plan(self)
+
+    def show(self) -> "PlanView":
+        """The plan with pictures, for a notebook: which devices hold which part of an array, and the steps of a ring.
+
+        Raises:
+            DistributionError: an ImportError; matplotlib is missing.
+        """
+        from haliax_kernels.pictures.html import show_plan
+
+        return show_plan(self)
+
+    def _repr_html_(self) -> str:
+        """A plan shows itself where it is the last line of a notebook's cell; without pictures, if it must."""
+        from haliax_kernels.pictures.html import plan_html
+
+        return plan_html(self)
 
 
 def gradient_steps(x: InputPlan, axis: AxisPlan) -> list[tuple[MeshAxes, bool]]:

@@ -51,7 +51,7 @@ def device_texts(devices: Devices) -> tuple[str, ...]:
     if len(parts) > 3:
         texts.append(f"{parts[0]}, {parts[1]}, ..., {parts[-1]}")
     if len(devices) > 1:
-        texts += [f"{devices[0]} ... {devices[-1]}", f"{len(devices)} devices", f"{devices[0]}..."]
+        texts += [f"{devices[0]} and {len(devices) - 1} more", f"{len(devices)} devices"]
     return tuple(texts)
 
 
