@@ -7,6 +7,7 @@ import contextlib
 import functools
 import html
 import io
+import re
 from collections.abc import Iterator, Sequence
 
 import matplotlib
@@ -20,7 +21,6 @@ from matplotlib.textpath import text_to_path
 # Browsers show a point as 4/3 pixels: no text is smaller than 10 pixels.
 SMALL, NORMAL, LARGE = 7.5, 8.5, 11.0
 INK, FAINT, EMPTY, PAPER = "#1b1b1b", "#5a5a5a", "#ececec", "#ffffff"
-_FONT = "DejaVu Sans"
 _POINTS_PER_INCH = 72
 
 
@@ -29,14 +29,17 @@ def own_style() -> Iterator[None]:
     """What is drawn in the `with` block looks the same whatever the caller's matplotlib settings are."""
     with matplotlib.rc_context():
         matplotlib.rcdefaults()
-        matplotlib.rcParams.update({"svg.fonttype": "none", "svg.hashsalt": "haliax_kernels", "font.family": _FONT})
+        fonts = ["DejaVu Sans", "Verdana", "Arial"]
+        matplotlib.rcParams.update(
+            {"svg.fonttype": "none", "svg.hashsalt": "haliax_kernels", "font.sans-serif": fonts}
+        )
         yield
 
 
 @functools.lru_cache(maxsize=4096)
 def text_width(text: str, size: float) -> float:
     """How wide a line is in points, were it bold, so that there is room in other fonts, too."""
-    font = FontProperties(family=_FONT, weight="bold", size=size)
+    font = FontProperties(family="DejaVu Sans", weight="bold", size=size)
     return text_to_path.get_text_width_height_descent(text, font, ismath=False)[0]
 
 
@@ -67,7 +70,7 @@ def shade(part: float) -> str:
     """A colour for a number from 0 to 1, which stands out from its neighbours for the colour-blind, too."""
     red, green, blue, _ = matplotlib.colormaps["viridis"](part)
     # So light that dark text can be read on it.
-    return to_hex((0.45 + 0.55 * red, 0.45 + 0.55 * green, 0.45 + 0.55 * blue))
+    return to_hex((0.5 + 0.5 * red, 0.5 + 0.5 * green, 0.5 + 0.5 * blue))
 
 
 class Sheet:
@@ -135,6 +138,11 @@ class Sheet:
         self.figure().savefig(
             out, format="svg", metadata={"Date": None, "Creator": None, "Title": title}, facecolor=PAPER
         )
-        # Without the XML declaration and the document type, which have no place in an HTML page.
+        # In an HTML page the XML declaration has no place, and a style sheet would hold for all of the page.
         element = out.getvalue()[out.getvalue().index("<svg") :]
-        return element.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"', 1)
+        style = re.search(r"<style[^>]*>\*\{([^}]*)\}</style>", element)
+        inherited = ""
+        if style is not None:
+            element = element.replace(style[0], "", 1)
+            inherited = f' style="{style[1]}"'
+        return element.replace("<svg", f'<svg role="img" aria-label="{html.escape(title)}"{inherited}', 1)
