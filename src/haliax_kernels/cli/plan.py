@@ -67,7 +67,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         from haliax_kernels.pictures.svg import svg_of
 
         try:
-            args.svg.write_text(svg_of([plan for plan, _ in found.plans]))
+            args.svg.write_text(svg_of([plan for plan, _ in found.plans]), encoding="utf-8")
         except OSError as error:
             return _failed(f"--svg {args.svg}: {error.strerror}")
     elif args.svg is not None and found.refusal is None:
