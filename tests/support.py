@@ -3,9 +3,13 @@
 
 """What several test modules share: meshes, collectives of a compiled program, a kernel to wrap."""
 
+import importlib.util
+import pathlib
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from types import ModuleType
 from typing import Any
 
 import haliax as hax
@@ -24,6 +28,17 @@ def make_mesh(axis_type: AxisType = AxisType.Auto, **sizes: int) -> Mesh:
     count = int(np.prod(list(sizes.values())))
     devices = np.array(jax.devices()[:count]).reshape(tuple(sizes.values()))
     return Mesh(devices, tuple(sizes), axis_types=(axis_type,) * len(sizes))
+
+
+def load_benchmark(name: str) -> ModuleType:
+    """The module `benchmarks/NAME.py`, which is not in a package."""
+    path = pathlib.Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
 
 
 def cuda_text(f: Callable[..., Any], *args: Any) -> str:

@@ -41,6 +41,18 @@ def require_levanter() -> None:
         raise DistributionError("Levanter is not installed. Install it with: pip install 'haliax-kernels[levanter]'")
 
 
+def require_matplotlib() -> None:
+    """Checks that matplotlib is there.
+
+    Raises:
+        DistributionError: If `matplotlib` is not installed.
+    """
+    if installed_version("matplotlib") is None:
+        raise DistributionError(
+            "Pictures need matplotlib, which is not installed. Install it with: pip install 'haliax-kernels[pictures]'"
+        )
+
+
 def installed_version(distribution: str) -> str | None:
     """The version of a distribution; None if it is not installed."""
     try:

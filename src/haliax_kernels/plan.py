@@ -5,7 +5,7 @@
 
 import math
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
@@ -14,7 +14,11 @@ from jax.sharding import PartitionSpec
 from haliax_kernels.errors import NamedKernelError
 from haliax_kernels.mesh import MeshAxes, MeshContext, halo_hops
 from haliax_kernels.policies import Gather, Halo, Policy
+from haliax_kernels.ring_plan import RingPlan
 from haliax_kernels.signature import KernelSignature
+
+if TYPE_CHECKING:
+    from haliax_kernels.pictures.html import PlanView
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,7 @@ class KernelPlan:
         notes: what runs but may surprise, such as an idle mesh axis.
         reshards: the arguments that lie otherwise than planned, and are resharded on entry.
         own: the collectives that the kernel calls itself; known once it is traced, for a kernel with `Manual` axes.
+        ring: how the shards of a sequence visit each other, where they do.
     """
 
     kernel: str
@@ -223,6 +228,7 @@ class KernelPlan:
     notes: tuple[str, ...] = ()
     reshards: tuple[str, ...] = ()
     own: tuple[Collective, ...] = ()
+    ring: RingPlan | None = None
 
     @property
     def sharded(self) -> bool:
@@ -326,6 +332,22 @@ class KernelPlan:
         from haliax_kernels.report import render_plan
 
         return render_plan(self)
+
+    def show(self) -> "PlanView":
+        """The plan with pictures, for a notebook: which devices hold which part of an array, and the steps of a ring.
+
+        Raises:
+            DistributionError: an ImportError; matplotlib is missing.
+        """
+        from haliax_kernels.pictures.html import show_plan
+
+        return show_plan(self)
+
+    def _repr_html_(self) -> str:
+        """A plan shows itself where it is the last line of a notebook's cell; without pictures, if it must."""
+        from haliax_kernels.pictures.html import plan_html
+
+        return plan_html(self)
 
 
 def gradient_steps(x: InputPlan, axis: AxisPlan) -> list[tuple[MeshAxes, bool]]:

@@ -12,11 +12,13 @@ from dataclasses import dataclass, replace
 import jax
 
 from haliax_kernels.plan import KernelPlan
+from haliax_kernels.ring_plan import RingPlan
 
 logger = logging.getLogger("haliax_kernels.plans")
 
 _recorded: ContextVar[list["RecordedCall"] | None] = ContextVar("recorded_calls", default=None)
 _notes: ContextVar[tuple[str, ...]] = ContextVar("plan_notes", default=())
+_ring: ContextVar[RingPlan | None] = ContextVar("plan_ring", default=None)
 _logged: set[Hashable] = set()
 
 
@@ -55,13 +57,14 @@ def recorded_calls() -> Iterator[list[RecordedCall]]:
 
 
 @contextmanager
-def plan_notes(*notes: str | None) -> Iterator[None]:
-    """Plans recorded or logged in the `with` block have these notes, too."""
-    token = _notes.set(tuple(n for n in notes if n is not None))
+def plan_notes(*notes: str | None, ring: RingPlan | None = None) -> Iterator[None]:
+    """Plans recorded or logged in the `with` block have these notes, too, and this ring."""
+    token, ring_token = _notes.set(tuple(n for n in notes if n is not None)), _ring.set(ring)
     try:
         yield
     finally:
         _notes.reset(token)
+        _ring.reset(ring_token)
 
 
 def tell(
@@ -79,7 +82,7 @@ def tell(
     if recorded is None and not log:
         return
     plan = make()
-    plan = replace(plan, notes=(*notes, *plan.notes))
+    plan = replace(plan, notes=(*notes, *plan.notes), ring=_ring.get())
     if recorded is not None:
         recorded.append(RecordedCall(plan, run))
     if log:

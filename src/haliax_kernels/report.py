@@ -10,36 +10,26 @@ from typing import Any
 from haliax_kernels.errors import bytes_text
 from haliax_kernels.plan import AxisPlan, Collective, KernelPlan
 
+AXIS_COLUMNS = (
+    "argument",
+    "axis",
+    "core axis",
+    "global",
+    "on a device",
+    "kernel sees",
+    "mesh axes",
+    "policy",
+    "sharding",
+)
+
 
 def render_plan(plan: KernelPlan) -> str:
     """The text of `print(plan)`."""
-    lines = [f'kernel {plan.kernel!r}: "{plan.signature}"', f"mesh: {_mesh(plan)}"]
-    if plan.loop_axes:
-        how = []
-        if plan.vmapped:
-            how.append(f"vmapped: {', '.join(plan.vmapped)}")
-        if plan.leading:
-            kind = "one leading dimension" if plan.collapse else "leading dimensions"
-            how.append(f"{kind} of the kernel: {', '.join(plan.leading)}")
-        lines.append(f"loop axes {'; '.join(how)}")
-    rows = [
-        ("argument", "axis", "core axis", "global", "on a device", "kernel sees", "mesh axes", "policy", "sharding")
-    ]
-    for x in plan.inputs:
-        rows += _rows(x.label, x.axes) or [
-            (x.label, "-", "-", str(x.shape), str(x.shape), str(x.shape), "-", "-", "whole")
-        ]
-    for i, out in enumerate(plan.outputs):
-        rows += _rows(f"output {i}", out.axes, output=True) or [
-            (f"output {i}", "-", "-", "()", "()", "()", "-", "-", "")
-        ]
-    lines += ["", *table(rows)]
+    lines = summary_lines(plan)
+    lines += ["", *table([AXIS_COLUMNS, *axis_rows(plan)])]
     if plan.mesh is not None and not plan.refusals:
         lines += ["", "collectives (bytes of the result on one device):"]
-        found = [
-            (c.phase, c.kind, f"over {', '.join(c.mesh_axes)}", f"of {c.what}", _bytes(c.bytes_per_device) + _steps(c))
-            for c in plan.collectives
-        ]
+        found = collective_rows(plan)
         lines += [f"  {row}" for row in table(found)] if found else ["  none, forward and backward"]
     for title, texts in (("reshards", plan.reshards), ("notes", plan.notes)):
         if texts:
@@ -49,6 +39,42 @@ def render_plan(plan: KernelPlan) -> str:
         for error in plan.refusals:
             lines += [f"  {line}" for line in f"{type(error).__name__}: {error}".splitlines()]
     return "\n".join(lines)
+
+
+def summary_lines(plan: KernelPlan) -> list[str]:
+    """The kernel, the mesh and the loop axes."""
+    lines = [f'kernel {plan.kernel!r}: "{plan.signature}"', f"mesh: {_mesh(plan)}"]
+    if plan.loop_axes:
+        how = []
+        if plan.vmapped:
+            how.append(f"vmapped: {', '.join(plan.vmapped)}")
+        if plan.leading:
+            kind = "one leading dimension" if plan.collapse else "leading dimensions"
+            how.append(f"{kind} of the kernel: {', '.join(plan.leading)}")
+        lines.append(f"loop axes {'; '.join(how)}")
+    return lines
+
+
+def axis_rows(plan: KernelPlan) -> list[tuple[str, ...]]:
+    """A row of `AXIS_COLUMNS` for each axis of each argument and output."""
+    rows = []
+    for x in plan.inputs:
+        rows += _rows(x.label, x.axes) or [
+            (x.label, "-", "-", str(x.shape), str(x.shape), str(x.shape), "-", "-", "whole")
+        ]
+    for i, out in enumerate(plan.outputs):
+        rows += _rows(f"output {i}", out.axes, output=True) or [
+            (f"output {i}", "-", "-", "()", "()", "()", "-", "-", "")
+        ]
+    return rows
+
+
+def collective_rows(plan: KernelPlan) -> list[tuple[str, ...]]:
+    """A row for each collective: phase, kind, mesh axes, what for, bytes."""
+    return [
+        (c.phase, c.kind, f"over {', '.join(c.mesh_axes)}", f"of {c.what}", _bytes(c.bytes_per_device) + _steps(c))
+        for c in plan.collectives
+    ]
 
 
 def plan_dict(plan: KernelPlan) -> dict[str, Any]:

@@ -6,6 +6,7 @@
 import json
 import subprocess
 import sys
+from xml.etree import ElementTree
 
 import pytest
 import yaml
@@ -142,3 +143,22 @@ def test_the_command_refuses_in_one_line():
     done = command("plan", TINY, "--devices", 8, "--kernels.context_parallel", "zigzg")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.splitlines() == [done.stderr.strip()] and "did you mean 'zigzag'" in done.stderr
+
+
+@pytest.mark.slow
+def test_the_picture(tmp_path):
+    pytest.importorskip("matplotlib")
+    file = tmp_path / "plan.svg"
+    done = command("plan", TINY, "--devices", 8, "--svg", file)
+    assert done.returncode == 0, done.stderr
+    texts = ["".join(e.itertext()) for e in ElementTree.parse(file).iter() if e.tag.endswith("}text")]
+    assert "\u2192 key_position 256 over context (2)" in texts and "ring over context: 2 shards" in texts
+    file.unlink()
+    done = command("plan", TINY, "--devices", 8, "--svg", file, "--model.attn_backend", "vanilla")
+    assert done.returncode == 1 and "no kernel to draw" in done.stderr and not file.exists()
+
+
+def test_a_picture_without_a_place(tmp_path):
+    done = command("plan", TINY, "--devices", 8, "--svg", tmp_path / "missing" / "plan.svg")
+    assert done.returncode == 1 and done.stdout == ""
+    assert done.stderr.splitlines() == [done.stderr.strip()] and "there is no directory" in done.stderr

@@ -5,8 +5,6 @@
 
 import dataclasses
 import importlib.util
-import pathlib
-import sys
 from typing import Any
 
 import haliax as hax
@@ -33,7 +31,7 @@ from haliax_kernels import (
 from haliax_kernels.attention.dropout import keep
 from haliax_kernels.attention.reference import dense_attention, dense_attention_grad
 from haliax_kernels.context.merge import merge
-from support import BOTH_MESHES, collectives, instructions, make_mesh, planned
+from support import BOTH_MESHES, collectives, instructions, load_benchmark, make_mesh, planned
 
 TOLERANCE = 2e-5
 FAST_COMPILE = {"xla_backend_optimization_level": 0}
@@ -559,15 +557,6 @@ def test_every_pair_of_blocks_is_computed_once(layout, needed, path):
     assert ring.critical_path(8, layout == "zigzag") == path
     if layout == "zigzag":
         assert set(found.values()) == {4.25}  # all devices do the same
-
-
-def load_benchmark(name):
-    path = pathlib.Path(__file__).parents[2] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(f"benchmark_{name}", path)
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.mark.tpu_compile

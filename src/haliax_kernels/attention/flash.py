@@ -20,13 +20,14 @@ from haliax_kernels.attention.backends import IMPLEMENTATIONS, Layout, Request, 
 from haliax_kernels.attention.block_sizes import BlockSizes
 from haliax_kernels.attention.contract import AttentionOptions
 from haliax_kernels.attention.mask import read_mask
-from haliax_kernels.attention.sequence import keys_beside_queries, note, strategy_of, without_reason
+from haliax_kernels.attention.sequence import keys_beside_queries, note, ring_of, strategy_of, without_reason
 from haliax_kernels.context.strategy import LAYOUTS, ContextParallel
 from haliax_kernels.errors import ArgumentError, BindingError, UnsupportedOptionError
 from haliax_kernels.implementations import choose, current_platform
 from haliax_kernels.kernel import NamedKernel
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.recording import plan_notes
+from haliax_kernels.ring_plan import RingPlan
 
 logger = logging.getLogger(__name__)
 
@@ -168,7 +169,7 @@ def flash_attention(
         block_sizes=block_sizes,
         return_lse=return_lse,
     )
-    with keys_beside_queries(prepared.q_pos, prepared.k_pos), plan_notes(prepared.note):
+    with keys_beside_queries(prepared.q_pos, prepared.k_pos), plan_notes(prepared.note, ring=prepared.ring):
         result = prepared.kernel(*prepared.arguments, options=prepared.options, axes=prepared.axes)
     if return_lse:
         return result[0].astype(query.dtype), result[1]
@@ -193,7 +194,7 @@ def flash_attention_plan(
     prepared = _prepare(QPos, KPos, Key, query, key, value, mask, **options)
     with keys_beside_queries(prepared.q_pos, prepared.k_pos):
         plan = prepared.kernel.plan(*prepared.arguments, options=prepared.options, axes=prepared.axes)
-    return plan if prepared.note is None else replace(plan, notes=(prepared.note, *plan.notes))
+    return plan if prepared.note is None else replace(plan, notes=(prepared.note, *plan.notes), ring=prepared.ring)
 
 
 @dataclass(frozen=True)
@@ -206,7 +207,8 @@ class _Prepared:
     axes: dict[str, Any]
     q_pos: haliax.Axis
     k_pos: haliax.Axis
-    note: str | None
+    note: str | None = None
+    ring: RingPlan | None = None
 
 
 def _prepare(
@@ -289,7 +291,7 @@ def _prepare(
         pairs=bias is not None or parts.explicit is not None,
     )
     if strategy is None:
-        return _Prepared(kernel, tuple(arguments), options, axes, q_axis, k_axis, None)
+        return _Prepared(kernel, tuple(arguments), options, axes, q_axis, k_axis)
     if "context_parallel" not in chosen.honours:
         chosen = choose(
             "flash_attention",
@@ -307,7 +309,8 @@ def _prepare(
         arguments[8] = None if attn_sink is None else _broadcast(arguments[8], (query.resolve_axis(heads),))
     text = note(strategy, context_parallel)
     _log_once(f"flash_attention: {text}")
-    return _Prepared(kernel, tuple(arguments), options, axes, q_axis, k_axis, text)
+    ring = ring_of(strategy, plan, options, static_offset=parts.q_offset is None)
+    return _Prepared(kernel, tuple(arguments), options, axes, q_axis, k_axis, text, ring)
 
 
 @functools.cache

@@ -17,6 +17,7 @@ from haliax_kernels.attention.contract import AttentionOptions
 from haliax_kernels.context.strategy import ContextParallel, SequenceCall, Strategy, choose
 from haliax_kernels.mesh import as_mesh_axes
 from haliax_kernels.plan import AxisPlan, InputPlan, KernelPlan
+from haliax_kernels.ring_plan import RingPlan
 
 
 @contextlib.contextmanager
@@ -94,6 +95,28 @@ def strategy_of(
 
 def _core(x: InputPlan, core: str) -> AxisPlan:
     return next(a for a in x.axes if a.core == core)
+
+
+def ring_of(
+    strategy: Strategy, plan: KernelPlan, options: AttentionOptions, *, static_offset: bool
+) -> RingPlan | None:
+    """The ring of a call, if `strategy` has one; `plan` and `static_offset` are as in `strategy_of`."""
+    axes = strategy.mesh_axes[: len(strategy.mesh_axes) - len(strategy.ulysses)]
+    if strategy.mode not in ("ring", "zigzag") or plan.mesh is None or not axes:
+        return None
+    sizes = dict(plan.mesh.sizes)
+    shards = math.prod(sizes[m] for m in axes)
+    q, k = plan.inputs[:2]
+    return RingPlan(
+        mesh_axes=axes,
+        shards=shards,
+        zigzag=strategy.mode == "zigzag" or strategy.stored_zigzag,
+        q_rows=_core(q, "q_pos").size // shards,
+        k_rows=_core(k, "k_pos").size // shards,
+        left=options.left,
+        right=options.right,
+        q_offset=0 if static_offset else None,
+    )
 
 
 def without_reason(strategy: Strategy) -> Strategy:

@@ -9,12 +9,13 @@ import argparse
 import json
 import logging
 import sys
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from haliax_kernels.cli.arguments import topology
 from haliax_kernels.compiled.topologies import chip_count, device_kind
 from haliax_kernels.cpu_devices import device_count, use_cpu_devices
-from haliax_kernels.distributions import require_levanter
+from haliax_kernels.distributions import require_levanter, require_matplotlib
 from haliax_kernels.errors import bytes_text
 from haliax_kernels.report import plan_dict
 
@@ -44,12 +45,17 @@ def add_parser(commands: Any) -> None:
     where.add_argument("--topology", type=topology, metavar="v5p:4x4x4", help="TPU chips, as they are connected")
     parser.add_argument("--platform", choices=("tpu", "gpu", "cpu"), help="of the --devices; tpu unless given")
     parser.add_argument("--json", action="store_true", help="print JSON")
+    parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the plans, into this file")
     parser.set_defaults(run=run, takes_more=True)
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
     """Runs the command."""
     require_levanter()
+    if args.svg is not None:
+        require_matplotlib()
+        if not args.svg.parent.is_dir():
+            return _failed(f"--svg {args.svg}: there is no directory {str(args.svg.parent)!r}")
     use_cpu_devices(args.devices or chip_count(args.topology))
     # Levanter tells about itself; here only the plan is wanted.
     logging.disable(logging.WARNING)
@@ -58,9 +64,23 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
     kind = device_kind(args.topology) if args.topology else ""
     found = plan_model(["--config_path", args.config, *rest], args.platform or "tpu", kind)
     print(json.dumps(model_plan_dict(found), indent=2) if args.json else _text(found))
+    if args.svg is not None and found.plans:
+        from haliax_kernels.pictures.svg import svg_of
+
+        try:
+            args.svg.write_text(svg_of([plan for plan, _ in found.plans]), encoding="utf-8")
+        except OSError as error:
+            return _failed(f"--svg {args.svg}: {error.strerror}")
+    elif args.svg is not None and found.refusal is None:
+        return _failed(f"--svg {args.svg}: there is no kernel to draw")
     if found.refusal is not None and not args.json:
-        print(f"error: {found.refusal}", file=sys.stderr)
+        return _failed(found.refusal)
     return 1 if found.refusal is not None else 0
+
+
+def _failed(text: str) -> int:
+    print(f"error: {text}", file=sys.stderr)
+    return 1
 
 
 def _text(found: ModelPlan) -> str:
