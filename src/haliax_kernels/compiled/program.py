@@ -5,6 +5,7 @@
 
 import re
 from collections import defaultdict
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -49,7 +50,7 @@ class Program:
     def __init__(self, text: str):
         self.computations: dict[str, list[Instruction]] = {}
         self._entry, current = "", ""
-        for line in text.splitlines():
+        for line in _whole_lines(text):
             if head := _HEAD.match(line):
                 current = head[2]
                 self.computations[current] = []
@@ -59,7 +60,7 @@ class Program:
                     Instruction(found[2], current, found[3], found[4], line, bool(found[1]))
                 )
 
-    def __iter__(self):
+    def __iter__(self) -> Iterator[Instruction]:
         return (i for instructions in self.computations.values() for i in instructions)
 
     @cached_property
@@ -101,6 +102,17 @@ class Program:
         limit = next((i for i in condition if arguments and i.name == arguments[-1] and i.opcode == "constant"), None)
         number = re.search(r"constant\((\d+)\)", limit.text) if limit is not None else None
         return int(number[1]) if number else None
+
+
+def _whole_lines(text: str) -> Iterator[str]:
+    """The lines of a program, those that a kernel's metadata break put together again."""
+    whole: list[str] = []
+    for line in text.splitlines():
+        if whole and (_HEAD.match(line) or _INSTRUCTION.match(line) or line == "}"):
+            yield " ".join(whole)
+            whole = []
+        whole.append(line)
+    yield " ".join(whole)
 
 
 def _called(i: Instruction) -> list[str]:
