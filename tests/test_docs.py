@@ -3,6 +3,7 @@
 
 """Every Python block of the documentation runs, page by page, in order and in one namespace."""
 
+import dataclasses
 import pathlib
 import re
 
@@ -74,3 +75,30 @@ def test_kernels_blocks_are_valid():
     assert kernels
     for block in kernels:
         KernelsConfig.from_mapping(block)
+
+
+def test_refused_lists_every_error():
+    from haliax_kernels import errors
+
+    page = (ROOT / "docs/how_to/refused.md").read_text()
+    classes = [c.__name__ for c in vars(errors).values() if isinstance(c, type) and c.__module__ == errors.__name__]
+    missing = [c for c in classes if f"| [`{c}`](#" not in page and c != "NamedKernelError"]
+    assert len(classes) > 10 and not missing
+
+
+@pytest.mark.levanter
+def test_levanter_yaml_lists_every_key():
+    pytest.importorskip("levanter")
+    from haliax_kernels.levanter import KernelsConfig
+    from haliax_kernels.levanter.linear_config import LinearAttentionConfig
+    from haliax_kernels.levanter.linear_llama import LinearLlamaConfig
+
+    page = (ROOT / "docs/levanter_yaml.md").read_text()
+    sections = dict(re.findall(r"^##+ `([\w.: ]+?):?`\n(.*?)(?=^##|\Z)", page, re.MULTILINE | re.DOTALL))
+    for section, config in (
+        ("kernels", KernelsConfig),
+        ("model.linear", LinearAttentionConfig),
+        ("model.type: linear_llama", LinearLlamaConfig),
+    ):
+        missing = [f.name for f in dataclasses.fields(config) if f"| `{f.name}` |" not in sections[section]]
+        assert not missing, (section, missing)

@@ -136,7 +136,7 @@ def _collective_rows(program: CompiledProgram) -> list[tuple[str, ...]]:
     size: Counter[tuple[str, ...]] = Counter()
     unknown: set[tuple[str, ...]] = set()
     for c in program.collectives:
-        key = (_owner(c.op_name, program), c.kind, "over " + ", ".join(c.mesh_axes))
+        key = (_owner(c.op_name, program), c.kind, f"over {', '.join(c.mesh_axes)}" if c.mesh_axes else "to itself")
         runs[key] += c.runs or 1
         size[key] += c.total_bytes
         unknown |= {key} if c.runs is None else set()

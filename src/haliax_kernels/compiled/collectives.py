@@ -44,7 +44,7 @@ def compiled_collectives(program: Program, mesh: Mapping[str, int]) -> tuple[Com
     """The collectives of a program that is compiled for a mesh of these sizes.
 
     A transfer that the TPU compiler spreads over several fusions, to compute in the meantime, is one. Where every
-    device only sends to itself there is none.
+    device only sends to itself, the mesh axes are empty.
     """
     return tuple(_found(program, mesh))
 
@@ -61,8 +61,6 @@ def _found(program: Program, mesh: Mapping[str, int]) -> Iterator[CompiledCollec
             continue
         chains |= {chain[1]} if chain is not None else set()
         axes = _mesh_axes(i, mesh)
-        if not axes:
-            continue
         shapes = _shapes(i.shape)
         if i.opcode.endswith("-start"):  # operands, results, and on TPU the semaphores of a permute
             shapes = [s for s in shapes if s != ("u32", "")]

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from haliax_kernels.compiled.program import Instruction, Program
-from haliax_kernels.compiled.schedules import KernelSchedule
+from haliax_kernels.compiled.schedules import KernelSchedule, UnreadableScheduleError
 
 _TARGET = 'custom_call_target="tpu_custom_call"'
 
@@ -83,6 +83,6 @@ def _cycles(schedule: KernelSchedule, i: Instruction) -> tuple[float, bool]:
         size = math.prod(int(d) for d in dims[1].split(",") if d) if dims is not None else 0
         try:
             return schedule.by_runs(told["branch_runs"], told["grid_steps"][0], size // told["elements"][0]), True
-        except ValueError:  # the compiler has made other branches of it
+        except UnreadableScheduleError:  # the compiler has made other branches of it
             pass
     return schedule.at_most(), False

@@ -9,11 +9,16 @@ its grid, the loops inside, and the bodies under a condition. What the schedule 
 full matrix units, is not in the figures.
 """
 
+import contextlib
 import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+
+
+class UnreadableScheduleError(ValueError):
+    """What runs cannot be told from the schedule."""
 
 
 @dataclass
@@ -74,12 +79,15 @@ class KernelSchedule:
             calls: how many calls a `vmap` made into one.
 
         Raises:
-            ValueError: the schedule has other branches.
+            UnreadableScheduleError: it has other branches.
         """
-        (loop,) = [b for b in self.root.inner if b.kind == "loop"]
-        (guard,) = [b for b in loop.inner if self.multiplies(b)]
+        loops = [b for b in self.root.inner if b.kind == "loop"]
+        guards = [b for loop in loops for b in loop.inner if self.multiplies(b)]
+        if len(loops) != 1 or len(guards) != 1:
+            raise UnreadableScheduleError(f"{self.name}: {len(loops)} loops, {len(guards)} bodies of them")
+        (loop,), (guard,) = loops, guards
         if len(guard.inner) != len(runs):
-            raise ValueError(f"{self.name}: {len(guard.inner)} branches, expected {len(runs)}")
+            raise UnreadableScheduleError(f"{self.name}: {len(guard.inner)} branches, expected {len(runs)}")
         cores = max(1, round(steps * calls / loop.trips))
         total = self.root.own + loop.trips * (loop.own + guard.own)
         return total + sum(n * calls / cores * self.at_most(b) for n, b in zip(runs, guard.inner, strict=True))
@@ -94,7 +102,7 @@ def dump_schedules(directory: Path) -> None:
 
 
 def read_schedules(directory: Path, seen: set[str]) -> Iterator[KernelSchedule]:
-    """The schedules of the Pallas kernels whose files are not in `seen` yet, to which they are added."""
+    """The schedules of the Pallas kernels whose files are not in `seen` yet, to which they are added; unreadable ones are left out."""
     for path in sorted(directory.glob("*-final_bundles.txt")):
         if path.name in seen or "schedule-analysis" in path.name:
             continue
@@ -106,14 +114,15 @@ def read_schedules(directory: Path, seen: set[str]) -> Iterator[KernelSchedule]:
         rows = [line.split() for line in units.read_text().splitlines()]
         # The first column of numbers counts what the matrix units do.
         mxu = [int(row[0]) for row in rows if len(row) >= 10 and all(x.isdigit() for x in row[:10])]
-        yield KernelSchedule(re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", path.name), parse(text), mxu)
+        with contextlib.suppress(UnreadableScheduleError):
+            yield KernelSchedule(re.sub(r"^\d+-|-\d+-final_bundles\.txt$", "", path.name), parse(text), mxu)
 
 
 def parse(text: str) -> Body:
     """The loops and conditions of a schedule, from its branches and the regions that they name.
 
     Raises:
-        ValueError: a loop whose number of turns is not a constant.
+        UnreadableScheduleError: a loop whose number of turns is not a constant.
     """
     bundles: list[str] = []
     for line in text.splitlines():
@@ -140,7 +149,7 @@ def parse(text: str) -> Body:
                 test = r"scmp\.[a-z]+\.[su]32\.totalorder %s\w+, (\d+) /\* loop exit test"
                 trips = re.findall(test, "".join(bundles[max(head, n - 40) : n + 1]))
                 if not trips:
-                    raise ValueError("a loop whose number of turns is not a constant")
+                    raise UnreadableScheduleError("a loop whose number of turns is not a constant")
                 found.append(Body("loop", head, min(n + 4, len(bundles) - 1), int(trips[-1])))
     root = Body("kernel", 0, len(bundles) - 1)
     for body in sorted(found, key=lambda b: (b.start, -b.end)):
