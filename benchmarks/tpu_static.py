@@ -129,7 +129,6 @@ def ours(length: int, size: int, left: int | None) -> Callable[..., tuple[float,
             tiles = Tiles(length, keys, sizes.q, min(sizes.k, sizes.keys), left, 0, -start)
             steps = tiles.steps(-start)
             runs = steps.branch_runs(1, is_backward)
-            assert runs is not None
             total += kernel.by_runs(runs, len(steps), HEADS)
         return total
 

@@ -4,8 +4,10 @@
 """`haliax-kernels plan` on the example configs, and on configs with one mistake each."""
 
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -162,3 +164,30 @@ def test_a_picture_without_a_place(tmp_path):
     done = command("plan", TINY, "--devices", 8, "--svg", tmp_path / "missing" / "plan.svg")
     assert done.returncode == 1 and done.stdout == ""
     assert done.stderr.splitlines() == [done.stderr.strip()] and "there is no directory" in done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "name, devices",
+    [
+        ("gpt2_small_v5e", 16),
+        ("linear_llama_7b_128k_v5p", 64),
+        ("linear_llama_tiny_cpu", 8),
+        ("llama_7b_128k_v5p", 64),
+        ("llama_7b_v5p", 64),
+        ("llama_tiny_context_parallel", 8),
+        ("llama_tiny_cpu", 8),
+    ],
+)
+def test_the_numbers_are_those_of_the_program(name, devices):
+    script = Path(__file__).with_name("planned_and_compiled.py")
+    done = subprocess.run(
+        [sys.executable, script, EXAMPLES / f"{name}.yaml", str(devices)],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        env={**os.environ, "PYTHONPATH": os.pathsep.join([str(script.parents[1]), os.environ.get("PYTHONPATH", "")])},
+    )
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert found["planned"] == found["compiled"]

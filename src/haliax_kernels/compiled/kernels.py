@@ -24,7 +24,7 @@ class CompiledKernel:
         runs: how often it runs, as if every branch of the program were taken; None where a loop's turns are not known.
         cycles: of one run, as scheduled; None where the schedule could not be read.
         exact: whether `cycles` counts each branch of the kernel as often as it runs; else it is an upper bound, as if
-            every step of its grid took them all.
+            each step of its grid took the longest way.
     """
 
     name: str
@@ -74,15 +74,14 @@ def _title(i: Instruction) -> str:
 
 
 def _cycles(schedule: KernelSchedule, i: Instruction) -> tuple[float, bool]:
-    told = {
-        name: [int(n) for n in text.split()]
-        for name, text in re.findall(r'\\?"?(branch_runs|grid_steps|elements)\\?"?:\s*\\?"([\d ]+)\\?"', i.text)
-    }
-    if told.keys() >= {"branch_runs", "grid_steps", "elements"}:
-        dims = re.search(r"\[([\d,]*)\]", i.shape)
-        size = math.prod(int(d) for d in dims[1].split(",") if d) if dims is not None else 0
+    """The cycles of a run, and whether they are exact: by what the kernel says of itself in its metadata, if it does."""
+    told = dict(re.findall(r'"(branch_runs|grid_steps|elements)":\s*"([\d* ]+)"', i.text))
+    dims = re.search(r"\[([\d,]*)\]", i.shape)
+    if len(told) == 3 and dims is not None:
+        runs = [None if n == "*" else int(n) for n in told["branch_runs"].split()]
+        calls = math.prod(int(d) for d in dims[1].split(",") if d) // int(told["elements"])
         try:
-            return schedule.by_runs(told["branch_runs"], told["grid_steps"][0], size // told["elements"][0]), True
+            return schedule.by_runs(runs, int(told["grid_steps"]), calls), None not in runs
         except UnreadableScheduleError:  # the compiler has made other branches of it
             pass
     return schedule.at_most(), False

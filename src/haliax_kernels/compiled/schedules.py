@@ -69,11 +69,12 @@ class KernelSchedule:
         body = body or self.root
         return float(body.own) + sum(b.trips * self.at_most(b) for b in body.inner)
 
-    def by_runs(self, runs: Sequence[int], steps: int, calls: int) -> float:
+    def by_runs(self, runs: Sequence[int | None], steps: int, calls: int) -> float:
         """Cycles of one run in which the grid's loop takes its branches so often.
 
         Args:
-            runs: how often each branch runs in one call, in the program's order.
+            runs: how often each branch runs in one call, in the program's order. At most one of those with None runs
+                in a step; counted is the longest of them in each.
             steps: of the grid of one call. The loop has more turns, which fill and drain its pipeline; the two
                 TensorCores of a v4 or v5p share it.
             calls: how many calls a `vmap` made into one.
@@ -89,8 +90,10 @@ class KernelSchedule:
         if len(guard.inner) != len(runs):
             raise UnreadableScheduleError(f"{self.name}: {len(guard.inner)} branches, expected {len(runs)}")
         cores = max(1, round(steps * calls / loop.trips))
-        total = self.root.own + loop.trips * (loop.own + guard.own)
-        return total + sum(n * calls / cores * self.at_most(b) for n, b in zip(runs, guard.inner, strict=True))
+        branches = [(n, self.at_most(b)) for n, b in zip(runs, guard.inner, strict=True)]
+        inside = sum(n * cycles for n, cycles in branches if n is not None)
+        inside += steps * max((cycles for n, cycles in branches if n is None), default=0)
+        return self.root.own + loop.trips * (loop.own + guard.own) + inside * calls / cores
 
 
 def dump_schedules(directory: Path) -> None:
@@ -102,7 +105,7 @@ def dump_schedules(directory: Path) -> None:
 
 
 def read_schedules(directory: Path, seen: set[str]) -> Iterator[KernelSchedule]:
-    """The schedules of the Pallas kernels whose files are not in `seen` yet, to which they are added; unreadable ones are left out."""
+    """The readable schedules of the Pallas kernels whose files are not in `seen` yet, to which they are added."""
     for path in sorted(directory.glob("*-final_bundles.txt")):
         if path.name in seen or "schedule-analysis" in path.name:
             continue

@@ -12,6 +12,7 @@ from haliax import Axis, NamedArray
 
 from haliax_kernels.attention.mask import read_mask
 from haliax_kernels.errors import ArgumentError, UnsupportedOptionError
+from haliax_kernels.linear.backends import IMPLEMENTATIONS
 from haliax_kernels.linear.feature_maps import check_name, needs_normalizer
 
 Decay = Literal["none", "head", "token", "channel"]
@@ -51,8 +52,21 @@ class LinearAttentionConfig:
             raise ArgumentError(f"linear.feature_map: {self.feature_map} needs linear.normalize: true.")
         if self.delta_rule and self.normalize:
             raise ArgumentError("linear.delta_rule: its results have no normaliser; set linear.normalize: false.")
+        for name in ("normalize", "delta_rule"):
+            if not isinstance(getattr(self, name), bool):
+                raise ArgumentError(f"linear.{name}: {getattr(self, name)!r} is not true or false.")
+        if isinstance(self.gate_temperature, bool) or not isinstance(self.gate_temperature, int | float):
+            raise ArgumentError(f"linear.gate_temperature: {self.gate_temperature!r} is not a number.")
         if not self.gate_temperature > 0:
             raise ArgumentError(f"linear.gate_temperature={self.gate_temperature!r} must be positive.")
+        size = self.chunk_size
+        if size is not None and (isinstance(size, bool) or not isinstance(size, int) or size <= 0):
+            raise ArgumentError(f"linear.chunk_size: {size!r} is not a positive integer or null.")
+        known = [i.name for i in IMPLEMENTATIONS]
+        if self.implementation is not None and self.implementation not in known:
+            raise ArgumentError(
+                f"linear.implementation: {self.implementation!r} is none of {', '.join(known)}, or null for the best."
+            )
 
 
 def causal_segments(mask: Any, Pos: Axis, who: str) -> NamedArray | None:

@@ -24,9 +24,8 @@ from haliax_kernels.compiled.schedules import dump_schedules, read_schedules
 from haliax_kernels.compiled.topologies import device_kind, hbm_bytes, topology_mesh
 from haliax_kernels.implementations import planned_platform
 from haliax_kernels.levanter.model_plan import ModelPlan, plan_run
+from haliax_kernels.levanter.programs import AbstractProgram, gradient, train_step
 from haliax_kernels.levanter.run_config import RunConfig
-from haliax_kernels.levanter.train_step import AbstractProgram, train_step
-from haliax_kernels.recording import RecordedCall
 
 Stage = Callable[[str], AbstractContextManager[None]]
 
@@ -121,30 +120,10 @@ def _programs(
         return
     for n, (call, _) in enumerate(plan.calls):
         number = f" (kind {n + 1} of {len(plan.calls)})" if len(plan.calls) > 1 else ""
-        yield f"{call.plan.kernel}, forward and backward{number}", lambda call=call: _gradient(call, run)
-
-
-def _gradient(call: RecordedCall, run: RunConfig) -> AbstractProgram:
-    """Forward and backward of one call, with gradients of every argument that has one."""
-    assert call.run is not None
-    forward, moving = call.run, [i for i, x in enumerate(call.plan.inputs) if x.differentiable]
-
-    def both(*arrays: jax.Array) -> Any:
-        def of_moving(*some: jax.Array) -> tuple[jax.Array, ...]:
-            every = list(arrays)
-            for i, x in zip(moving, some, strict=True):
-                every[i] = x
-            return forward(*every)
-
-        out, pullback = jax.vjp(of_moving, *(arrays[i] for i in moving))
-        return out, pullback(out)
-
-    mesh = run.trainer.device_mesh
-    arguments = tuple(
-        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, x.spec))
-        for a, x in zip(call.arguments, call.plan.inputs, strict=True)
-    )
-    return AbstractProgram(both, arguments)
+        yield (
+            f"{call.plan.kernel}, forward and backward{number}",
+            lambda call=call: gradient(call, run.trainer.device_mesh),
+        )
 
 
 def _export(program: AbstractProgram) -> export.Exported:

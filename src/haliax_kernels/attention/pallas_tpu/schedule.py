@@ -174,15 +174,16 @@ class Steps:
             return (WHOLE, MASKED, *range(SPECIAL, SPECIAL + len(self.tiles.special)))
         return tuple(sorted({int(x) & 15 for x in np.asarray(self.flags)} - {NOTHING}))
 
-    def branch_runs(self, head_blocks: int, backward: bool) -> list[int] | None:
-        """How often the branches of a kernel without a bias run, in the program's order; None for traced offsets."""
-        if self.tiles.offset is None:
-            return None
-        counts = Counter(int(flags) & 15 for flags in np.asarray(self.flags))
-        bodies = [head_blocks * counts[body] for body in self.bodies]
+    def branch_runs(self, head_blocks: int, backward: bool) -> list[int | None]:
+        """How often the branches of a kernel without a bias run, in the program's order; None for the bodies where
+        offsets are traced: at each step at most one of them runs."""
+        bodies: list[int | None] = [None] * len(self.bodies)
+        if self.tiles.offset is not None:
+            counts = Counter(int(flags) & 15 for flags in np.asarray(self.flags))
+            bodies = [head_blocks * counts[body] for body in self.bodies]
         t = self.tiles
         # Where a kernel has a single step, being the first one is no condition.
-        runs = [head_blocks] if len(self) > 1 else []
+        runs: list[int | None] = [head_blocks] if len(self) > 1 else []
         if backward:
             return [*runs, t.k_count, *bodies, head_blocks * t.q_count, t.k_count]
         return [*runs, *bodies, head_blocks * t.q_count]
@@ -195,11 +196,8 @@ class Steps:
             backward: whether it is the backward kernel.
             elements: of the kernel's first result in one call; a `vmap` makes it larger.
         """
-        runs = self.branch_runs(head_blocks, backward)
-        if runs is None:
-            return {}
         return {
-            "branch_runs": " ".join(map(str, runs)),
+            "branch_runs": " ".join("*" if n is None else str(n) for n in self.branch_runs(head_blocks, backward)),
             "grid_steps": str(head_blocks * len(self)),
             "elements": str(elements),
         }

@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""Levanter's own train step of a config as a function of abstract arrays, to compile for devices that are absent."""
+"""What a config would run as functions of abstract arrays: Levanter's own train step, and each kernel alone."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ import jax
 import jax.numpy as jnp
 from haliax import NamedArray
 from haliax.partitioning import infer_resource_partitions
+from jax.sharding import Mesh, NamedSharding
 
 from haliax_kernels.levanter.run_config import RunConfig
+from haliax_kernels.recording import RecordedCall
 
 
 @dataclass(frozen=True)
@@ -81,6 +83,28 @@ def train_step(run: RunConfig) -> AbstractProgram:
         jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=s) for x, s in zip(leaves, shardings, strict=True)
     )
     return AbstractProgram(step, arguments, donated=len(jax.tree.leaves(arrays[0])))
+
+
+def gradient(call: RecordedCall, mesh: Mesh) -> AbstractProgram:
+    """Forward and backward of one call, with gradients of every argument that has one."""
+    assert call.run is not None
+    forward, moving = call.run, [i for i, x in enumerate(call.plan.inputs) if x.differentiable]
+
+    def both(*arrays: jax.Array) -> Any:
+        def of_moving(*some: jax.Array) -> tuple[jax.Array, ...]:
+            every = list(arrays)
+            for i, x in zip(moving, some, strict=True):
+                every[i] = x
+            return forward(*every)
+
+        out, pullback = jax.vjp(of_moving, *(arrays[i] for i in moving))
+        return out, pullback(out)
+
+    arguments = tuple(
+        jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, x.spec))
+        for a, x in zip(call.arguments, call.plan.inputs, strict=True)
+    )
+    return AbstractProgram(both, arguments)
 
 
 def _is_array(x: Any) -> bool:
