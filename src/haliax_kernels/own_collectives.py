@@ -4,7 +4,7 @@
 """The collectives that a kernel calls itself (`Manual`), read from its traced program and that of its pullback."""
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -62,7 +62,8 @@ def trace_kernel(local: LocalKernel) -> Traced:
     def program(f: Callable[..., Any], phase: str, *args: Any) -> tuple[tuple[Collective, ...], Any]:
         jaxpr, out = jax.make_jaxpr(on_device(f), return_shape=True)(*args)
         sizes = dict(plan.mesh.sizes) if plan.mesh is not None else {}
-        return tuple(_collectives(jaxpr.jaxpr, phase, sizes)), out
+        found, _ = _collectives(jaxpr.jaxpr, phase, sizes, [True] * len(jaxpr.jaxpr.outvars))
+        return tuple(found), out
 
     def returned(*xs: jax.Array) -> Arrays:
         return local(*(layout(v) for layout, v in zip(local.layouts, xs, strict=True)))
@@ -101,22 +102,61 @@ def trace_kernel(local: LocalKernel) -> Traced:
     return Traced(outputs, forward + backward)
 
 
-def _collectives(jaxpr: Any, phase: str, sizes: dict[str, int], steps: int | None = 1) -> Iterator[Collective]:
-    for eqn in jaxpr.eqns:
-        name, params = eqn.primitive.name, eqn.params
-        if name in _KINDS:
-            named = as_mesh_axes(params.get("axes", params.get("axis_name")))
-            mesh_axes = tuple(m for m in named if isinstance(m, str) and sizes.get(m, 1) > 1)
-            for out in eqn.outvars if mesh_axes else ():
+def _collectives(
+    jaxpr: Any, phase: str, sizes: dict[str, int], live: Sequence[bool], steps: int | None = 1
+) -> tuple[list[Collective], list[bool]]:
+    """The collectives that the live outputs need, as JAX drops the others, and which inputs they need."""
+    found: list[Collective] = []
+    needed = {v for v, wanted in zip(jaxpr.outvars, live, strict=True) if wanted and not _is_literal(v)}
+    for eqn in reversed(jaxpr.eqns):
+        wanted = [v in needed for v in eqn.outvars]
+        # That it names a mesh axis is an effect of a collective, too.
+        if any(wanted) or any(type(e).__name__ != "NamedAxisEffect" for e in eqn.effects):
+            own, used = _of_equation(eqn, phase, sizes, wanted, steps)
+            found = own + found
+            needed |= {v for v, u in zip(eqn.invars, used, strict=True) if u and not _is_literal(v)}
+    return found, [v in needed for v in jaxpr.invars]
+
+
+def _of_equation(
+    eqn: Any, phase: str, sizes: dict[str, int], wanted: list[bool], steps: int | None
+) -> tuple[list[Collective], list[bool]]:
+    name, params = eqn.primitive.name, eqn.params
+    everything = [True] * len(eqn.invars)
+    if name in _KINDS:
+        named = as_mesh_axes(params.get("axes", params.get("axis_name")))
+        mesh_axes = tuple(m for m in named if isinstance(m, str) and sizes.get(m, 1) > 1)
+        found = []
+        for out, want in zip(eqn.outvars, wanted, strict=True):
+            if mesh_axes and want:
                 size = math.prod(out.aval.shape) * out.aval.dtype.itemsize
-                yield Collective(_KINDS[name], phase, mesh_axes, "the kernel itself", size, steps)
-            continue
-        inner = steps
-        if name == "scan":
-            inner = None if steps is None else steps * params["length"]
-        elif name == "while":
-            inner = None
-        for sub in jax.tree.leaves(list(params.values()), is_leaf=lambda v: hasattr(v, "jaxpr") or hasattr(v, "eqns")):
-            sub = getattr(sub, "jaxpr", sub)
-            if hasattr(sub, "eqns"):
-                yield from _collectives(sub, phase, sizes, inner)
+                found.append(Collective(_KINDS[name], phase, mesh_axes, "the kernel itself", size, steps))
+        return found, wanted if len(wanted) == len(everything) else everything
+    loop = name in ("scan", "while")
+    if name == "scan":
+        steps = None if steps is None else steps * params["length"]
+    elif name == "while":
+        steps = None
+    found, used = [], everything
+    bodies = [s for s in map(_body, _leaves(params)) if s is not None]
+    for body in bodies:
+        # What one turn of a loop leaves the next one may need.
+        live = wanted if not loop and len(wanted) == len(body.outvars) else [True] * len(body.outvars)
+        own, inputs = _collectives(body, phase, sizes, live, steps)
+        found += own
+        if not loop and len(bodies) == 1 and len(inputs) == len(everything):
+            used = inputs
+    return found, used
+
+
+def _leaves(params: Any) -> list[Any]:
+    return jax.tree.leaves(list(params.values()), is_leaf=lambda v: hasattr(v, "jaxpr") or hasattr(v, "eqns"))
+
+
+def _body(value: Any) -> Any:
+    value = getattr(value, "jaxpr", value)
+    return value if hasattr(value, "eqns") else None
+
+
+def _is_literal(v: Any) -> bool:
+    return hasattr(v, "val")

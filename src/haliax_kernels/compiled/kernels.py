@@ -74,7 +74,7 @@ def _title(i: Instruction) -> str:
 
 
 def _cycles(schedule: KernelSchedule, i: Instruction) -> tuple[float, bool]:
-    """The cycles of a run, and whether they are exact: by what the kernel says of itself in its metadata, if it does."""
+    """The cycles of a run, and whether they are exact: by what the kernel says of itself in its metadata."""
     told = dict(re.findall(r'"(branch_runs|grid_steps|elements)":\s*"([\d* ]+)"', i.text))
     dims = re.search(r"\[([\d,]*)\]", i.shape)
     if len(told) == 3 and dims is not None:

@@ -98,7 +98,8 @@ def gradient(call: RecordedCall, mesh: Mesh) -> AbstractProgram:
             return forward(*every)
 
         out, pullback = jax.vjp(of_moving, *(arrays[i] for i in moving))
-        return out, pullback(out)
+        # In a model other layers lie between the two, and nothing of one can serve the other.
+        return out, jax.lax.optimization_barrier(pullback)(out)
 
     arguments = tuple(
         jax.ShapeDtypeStruct(a.shape, a.dtype, sharding=NamedSharding(mesh, x.spec))
