@@ -26,7 +26,7 @@ from haliax_kernels.plain import PlainKernel
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.planner import KernelSpec, make_plan
 from haliax_kernels.policies import Manual, Policy, check_policies
-from haliax_kernels.recording import tell
+from haliax_kernels.recording import implementation_notes, tell
 from haliax_kernels.shard_context import with_shard
 from haliax_kernels.signature import call_signature, parse_signature, signature_from_annotations
 
@@ -125,11 +125,14 @@ class NamedKernel:
         if refused:
             return plan
         local = LocalKernel(with_shard(self._fn, self._spec, plan), plan, shape)
-        if not (plan.sharded and self._spec.takes_shard):
-            return plan.with_outputs(local.output_shapes())
-        traced = trace_kernel(local)
-        notes = plan.notes if traced.note is None else (*plan.notes, traced.note)
-        return replace(plan.with_outputs(traced.outputs), own=traced.collectives, notes=notes)
+        with implementation_notes() as said:
+            if not (plan.sharded and self._spec.takes_shard):
+                plan = plan.with_outputs(local.output_shapes())
+            else:
+                traced = trace_kernel(local)
+                plan = replace(plan.with_outputs(traced.outputs), own=traced.collectives)
+                said += [] if traced.note is None else [traced.note]
+        return replace(plan, notes=(*plan.notes, *said))
 
     def plan_of_inputs(
         self, *args: Any, axes: Mapping[str, AxisBinding] | None = None, mesh: Any = None, **kwargs: Any

@@ -19,6 +19,7 @@ logger = logging.getLogger("haliax_kernels.plans")
 _recorded: ContextVar[list["RecordedCall"] | None] = ContextVar("recorded_calls", default=None)
 _notes: ContextVar[tuple[str, ...]] = ContextVar("plan_notes", default=())
 _ring: ContextVar[RingPlan | None] = ContextVar("plan_ring", default=None)
+_said: ContextVar[list[str] | None] = ContextVar("implementation_notes", default=None)
 _logged: set[Hashable] = set()
 
 
@@ -65,6 +66,24 @@ def plan_notes(*notes: str | None, ring: RingPlan | None = None) -> Iterator[Non
     finally:
         _notes.reset(token)
         _ring.reset(ring_token)
+
+
+@contextmanager
+def implementation_notes() -> Iterator[list[str]]:
+    """Collect what implementations say of themselves while they are traced in the `with` block, each thing once."""
+    found: list[str] = []
+    token = _said.set(found)
+    try:
+        yield found
+    finally:
+        _said.reset(token)
+
+
+def say(note: str) -> None:
+    """Say of an implementation that is being traced what belongs in the plan of its call, such as its block sizes."""
+    found = _said.get()
+    if found is not None and note not in found:
+        found.append(note)
 
 
 def tell(

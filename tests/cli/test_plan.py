@@ -120,6 +120,11 @@ MISTAKES = {
         "kernels.context_parallel",
         "Use 'ring'",
     ),
+    "block too large": (
+        {"kernels.block_q": 8192, "kernels.block_k": 8192, "model.max_seq_len": 32768},
+        "kernels.block_q",
+        "pass smaller ones",
+    ),
     "head size": (
         {f"{MESH}.compute_mapping": {"position": "context", "head_size": "model"}, f"{MESH}.shared_mapping": {}},
         f"{MESH}.compute_mapping.head_size",

@@ -86,7 +86,7 @@ def test_compose_is_associative_and_has_an_identity(segments):
     for other in (compose(compose(a, b), c), compose(a, compose(b, c)), compose(none, whole), compose(whole, none)):
         np.testing.assert_allclose(other.state.s, whole.state.s, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(np.exp(other.log_decay), np.exp(whole.log_decay), rtol=1e-5)
-        assert (other.ids is None) == (segments == 0) and not (segments and other.empty)
+        assert (other.ids is None) == (segments == 0) and not (segments and other.ids[2])
         if segments:
             np.testing.assert_array_equal(other.ids, whole.ids)
 

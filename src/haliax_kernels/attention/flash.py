@@ -258,6 +258,7 @@ def _prepare(
     }
     shared = {a.name for x in (key, value, parts.q_segment_ids, parts.k_segment_ids) if x is not None for a in x.axes}
     group = tuple(a for a in query.axes if a.name not in shared and a.name not in (q_pos, head))
+    _refuse_crossed_heads(group, [a for a in key.axes if a not in query.axes and a.name not in (k_pos, head)])
     if head in (a.name for a in value.axes):
         values: tuple[str, ...] = (head,)
     else:
@@ -311,6 +312,26 @@ def _prepare(
     _log_once(f"flash_attention: {text}")
     ring = ring_of(strategy, plan, options, static_offset=parts.q_offset is None)
     return _Prepared(kernel, tuple(arguments), options, axes, q_axis, k_axis, text, ring)
+
+
+def _refuse_crossed_heads(of_query: Sequence[haliax.Axis], of_key: Sequence[haliax.Axis]) -> None:
+    """Query heads and key heads under two names: each query head would see each key head, which nobody means.
+
+    Raises:
+        BindingError: there are such axes.
+    """
+    queries, keys = ([a for a in axes if "head" in a.name] for axes in (of_query, of_key))
+    if queries and keys:
+        q, k = queries[0], keys[0]
+        rest = q.size // k.size if q.size % k.size == 0 else "..."
+        raise BindingError(
+            f"flash_attention: the query has heads {q.name!r} ({q.size}) that the key lacks, and the key has "
+            f"{k.name!r} ({k.size}) that the query lacks, so that each query head would attend to each key head.\n"
+            f"  - grouped queries:      query.unflatten_axis({q.name!r}, (Axis({k.name!r}, {k.size}), "
+            f"Axis('q_heads_per_group', {rest})))\n"
+            f"  - one key head for each: rename {k.name!r} of key and value to {q.name!r}\n"
+            f"  - each with each, after all: rename one of the two to a name without 'head'"
+        )
 
 
 @functools.cache

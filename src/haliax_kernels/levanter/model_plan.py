@@ -17,6 +17,7 @@ from haliax import NamedArray
 
 from haliax_kernels.errors import NamedKernelError
 from haliax_kernels.implementations import planned_platform
+from haliax_kernels.levanter.config import current_options
 from haliax_kernels.levanter.run_config import RunConfig, RunConfigError
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.recording import RecordedCall, recorded_calls
@@ -84,12 +85,17 @@ def plan_run(run: RunConfig) -> ModelPlan:
 
 
 def _trace(run: RunConfig, batch: int) -> set[str]:
-    """Trace the loss; return the names of all axes of the parameters and of an example."""
+    """Trace the loss and its gradient; return the names of all axes of the parameters and of an example."""
     trainer, Vocab, axes = run.trainer, run.vocab(), run.axes(batch)
 
     def loss(key: Any, tokens: Any) -> Any:
         model = trainer.mp.cast_to_compute(run.config.model.build(Vocab, key=key))
-        return run.loss(model, run.example(tokens), key=key), model
+
+        def of_model(model: Any) -> Any:
+            loss = run.loss(model, run.example(tokens), key=key)
+            return loss.scalar() if isinstance(loss, NamedArray) else loss
+
+        return eqx.filter_grad(of_model)(model), model
 
     key = jax.eval_shape(lambda: jax.random.PRNGKey(0))
     with hax.axis_mapping(trainer.compute_axis_mapping):
@@ -115,6 +121,9 @@ def _refused(run: RunConfig, mesh: dict[str, int], error: Exception) -> RunConfi
         keys.insert(0, "kernels.implementation")
     if "context_parallel" in text:
         keys.insert(0, "kernels.context_parallel")
+    for block in ("block_q", "block_k"):
+        if "block_sizes" in text and getattr(current_options(), block) is not None:
+            keys.insert(0, f"kernels.{block}")
     if "attn_backend" in text or (isinstance(error, NamedKernelError) and not keys):
         keys.insert(0, "model.attn_backend")
     if not isinstance(error, NamedKernelError):

@@ -43,14 +43,13 @@ class Summary(NamedTuple):
         log_decay: the sum of the logs of decays, of the head or of each key channel; at most `decays.FLOOR` (a decay
             of 0) if a segment starts inside. None where there is neither decay nor segment.
         state: the state after the part that starts from zero.
-        ids: the segment ids of the first and last token; None without segments.
-        empty: whether there is no token at all; None without segments, where it does not matter.
+        ids: the segment ids of the first and last token, and 1 where there is no token at all, else 0: in one array,
+            so that one transfer moves them. None without segments.
     """
 
     log_decay: Float32[Array, ""] | Float32[Array, " key"] | None
     state: LinearState
-    ids: Int32[Array, " 2"] | None
-    empty: Bool[Array, ""] | None
+    ids: Int32[Array, " 3"] | None
 
 
 def summary(options: LinearOptions, x: LinearOperands) -> Summary:
@@ -59,7 +58,7 @@ def summary(options: LinearOptions, x: LinearOperands) -> Summary:
     Not for differentiation: the gradients of a sharded sequence come from `gradient_summary` and `backward`.
     """
     state = xla.final_state(options, x._replace(state=None))
-    return Summary(_log_decay(x), state, _ids(x, (0, -1)), _empty(x, False))
+    return Summary(_log_decay(x), state, _ids(x, (0, -1)))
 
 
 def gradient_summary(
@@ -74,7 +73,7 @@ def gradient_summary(
         dy: the gradient of its results.
     """
     state = xla.first_state_gradient(options, x, residuals, dy)
-    return Summary(_log_decay(x), state, _ids(x, (-1, 0)), _empty(x, False))
+    return Summary(_log_decay(x), state, _ids(x, (-1, 0)))
 
 
 def identity(options: LinearOptions, x: LinearOperands) -> Summary:
@@ -82,24 +81,25 @@ def identity(options: LinearOptions, x: LinearOperands) -> Summary:
     shape = () if x.log_decay is None or x.log_decay.ndim < 2 else (x.k.shape[1],)
     decayed = x.log_decay is not None or x.segment_ids is not None
     log_decay = jnp.zeros(shape, jnp.float32) if decayed else None
-    ids = None if x.segment_ids is None else jnp.zeros(2, jnp.int32)
-    return Summary(log_decay, xla.zero_state(options, x.k, x.v), ids, _empty(x, True))
+    ids = None if x.segment_ids is None else jnp.array([0, 0, 1], jnp.int32)
+    return Summary(log_decay, xla.zero_state(options, x.k, x.v), ids)
 
 
 def compose(a: Summary, b: Summary) -> Summary:
     """Of the part `a` and, right behind it, the part `b`. Associative."""
-    log_decay, ids, empty = b.log_decay, None, None
+    log_decay, ids = b.log_decay, None
     if a.ids is not None and b.ids is not None:
-        assert a.empty is not None and b.empty is not None and b.log_decay is not None
-        log_decay = jnp.where(b.empty | _joined(a, b.ids), b.log_decay, decays.FLOOR)
-        ids = jnp.stack([jnp.where(a.empty, b.ids[0], a.ids[0]), jnp.where(b.empty, a.ids[1], b.ids[1])])
-        empty = a.empty & b.empty
+        assert b.log_decay is not None
+        a_empty, b_empty = a.ids[2] == 1, b.ids[2] == 1
+        log_decay = jnp.where(b_empty | _joined(a, b.ids), b.log_decay, decays.FLOOR)
+        first, last = jnp.where(a_empty, b.ids[0], a.ids[0]), jnp.where(b_empty, a.ids[1], b.ids[1])
+        ids = jnp.stack([first, last, a.ids[2] * b.ids[2]])
     state = _through(log_decay, a.state, b.state)
     total = None if a.log_decay is None or log_decay is None else a.log_decay + log_decay
-    return Summary(total, state, ids, empty)
+    return Summary(total, state, ids)
 
 
-def entering(before: Summary, first: LinearState | None, ids: Int32[Array, " 2"] | None) -> LinearState:
+def entering(before: Summary, first: LinearState | None, ids: Int32[Array, " 3"] | None) -> LinearState:
     """The state that a part begins with.
 
     Args:
@@ -114,10 +114,10 @@ def entering(before: Summary, first: LinearState | None, ids: Int32[Array, " 2"]
     return jax.tree.map(lambda a: jnp.where(joined, a, 0), state)
 
 
-def _joined(a: Summary, ids: Int32[Array, " 2"]) -> Bool[Array, ""]:
+def _joined(a: Summary, ids: Int32[Array, " 3"]) -> Bool[Array, ""]:
     """Whether what follows `a` and has these ids goes on with a's last segment."""
-    assert a.ids is not None and a.empty is not None
-    return a.empty | (a.ids[1] == ids[0])
+    assert a.ids is not None
+    return (a.ids[2] == 1) | (a.ids[1] == ids[0])
 
 
 def _through(log_decay: Array | None, old: LinearState, added: LinearState) -> LinearState:
@@ -133,9 +133,7 @@ def _log_decay(x: LinearOperands) -> Array | None:
     return None if log is None else log.sum(0)
 
 
-def _empty(x: LinearOperands, value: bool) -> Array | None:
-    return None if x.segment_ids is None else jnp.full((), value)
-
-
 def _ids(x: LinearOperands, places: tuple[int, int]) -> Array | None:
-    return None if x.segment_ids is None else jnp.stack([x.segment_ids[i].astype(jnp.int32) for i in places])
+    if x.segment_ids is None:
+        return None
+    return jnp.stack([*(x.segment_ids[i].astype(jnp.int32) for i in places), jnp.int32(0)])

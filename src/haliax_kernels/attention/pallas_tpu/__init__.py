@@ -18,8 +18,9 @@ from haliax_kernels.attention.pallas_tpu import backward as _backward
 from haliax_kernels.attention.pallas_tpu import forward as _forward
 from haliax_kernels.attention.pallas_tpu.blocks import Plan
 from haliax_kernels.attention.pallas_tpu.schedule import MAX_STEPS, Tiles
-from haliax_kernels.attention.pallas_tpu.sizes import Sizes, choose
-from haliax_kernels.errors import UnsupportedOptionError
+from haliax_kernels.attention.pallas_tpu.sizes import Sizes, block_bytes, choose
+from haliax_kernels.errors import UnsupportedOptionError, bytes_text
+from haliax_kernels.recording import say
 
 __all__ = ["backward", "forward"]
 
@@ -117,6 +118,18 @@ def _sizes(options: AttentionOptions, x: AttentionOperands, backward: bool) -> S
     group, q_len, _ = x.q.shape
     k_len, value_size = x.v.shape
     sizes = choose(options, group, q_len, k_len, (x.k.shape[1], value_size), x.q.dtype, pairs, backward)
+    taken = block_bytes(sizes, k_len, (x.k.shape[1], value_size), x.q.dtype, pairs, backward)
+    phase = "backward" if backward else "forward"
+    if taken > sizes.limit:
+        raise UnsupportedOptionError(
+            f"block_sizes={options.block_sizes}: the {phase} kernel's blocks of {sizes.heads * sizes.q} query rows "
+            f"and {sizes.k} keys take {bytes_text(taken)} of vector memory, and there are "
+            f"{bytes_text(sizes.limit)}; pass smaller ones, or none for what fits."
+        )
+    say(
+        f"pallas_tpu {phase}: blocks of {sizes.q} queries, {sizes.heads} head{'s' * (sizes.heads > 1)} at a time, and "
+        f"{sizes.k} keys; {bytes_text(taken)} of {bytes_text(sizes.limit)} of vector memory, without temporaries"
+    )
     blocks = -(-q_len // sizes.q) * -(-k_len // sizes.k)
     if blocks > MAX_STEPS and not (options.left is not None and options.right is not None):
         raise UnsupportedOptionError(

@@ -41,6 +41,11 @@ class Sizes:
     keys: int
     vmem: int | None
 
+    @property
+    def limit(self) -> int:
+        """Bytes of vector memory that the compiler lets the kernel have."""
+        return self.vmem or _SURE
+
 
 def vector_memory() -> int:
     """Bytes that a kernel may use: those of the chip the call runs on; what every TPU has where that is unknown."""
@@ -97,3 +102,27 @@ def _positions(length: int, largest: int) -> int:
     while size < min(length, largest):
         size *= 2
     return size
+
+
+def block_bytes(sizes: Sizes, k_len: int, head_sizes: tuple[int, int], dtype: Any, pairs: int, backward: bool) -> int:
+    """Bytes of vector memory that a kernel's blocks, each twice, and its sums take, without what it computes with.
+
+    Args:
+        sizes: of the kernel.
+        k_len: number of key positions.
+        head_sizes: of keys and values.
+        dtype: of q, k and v.
+        pairs: bytes that mask and bias have per pair of query and key in a block.
+        backward: for the backward kernel.
+    """
+    key, value = (-(-size // _LANES) * _LANES for size in head_sizes)
+    item, rows = jnp.dtype(dtype).itemsize, sizes.heads * sizes.q
+    keys = min(sizes.keys, -(-k_len // sizes.k) * sizes.k)
+    if backward:
+        # q, do, dq; k, v and their gradients; lse and delta
+        blocks = item * (rows * (2 * key + value) + 2 * sizes.k * (key + value)) + 2 * 4 * rows
+        sums = 4 * (rows * key + keys * (key + value))
+    else:
+        blocks = item * (rows + sizes.k) * (key + value) + 4 * rows
+        sums = 4 * rows * (2 * _LANES + value)
+    return 2 * (blocks + pairs * sizes.q * sizes.k) + sums
