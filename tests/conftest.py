@@ -4,6 +4,7 @@
 """Eight simulated CPU devices for every test; must run before anything imports jax."""
 
 import os
+from pathlib import Path
 
 import pytest
 
@@ -20,10 +21,27 @@ def pytest_addoption(parser):
     parser.addoption("--fuzz-seed", type=int, default=0, help="where tests/fuzz begins")
 
 
+# A process that keeps every program it ever compiled runs out of memory maps (65,530 on Linux), and XLA's compiler
+# then crashes.
+MOST_MAPS = 30_000
+
+
 @pytest.fixture(scope="module", autouse=True)
 def compiled_programs_end_with_their_module():
-    """A process that keeps every program it ever compiled runs out of memory maps, and XLA's compiler then crashes."""
     yield
+    _forget_programs()
+
+
+@pytest.fixture(autouse=True)
+def compiled_programs_end_when_they_are_many():
+    """A module may compile too many on its own."""
+    yield
+    maps = Path("/proc/self/maps")
+    if maps.exists() and maps.read_bytes().count(b"\n") > MOST_MAPS:
+        _forget_programs()
+
+
+def _forget_programs():
     import jax
 
     jax.clear_caches()

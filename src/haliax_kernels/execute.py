@@ -41,7 +41,7 @@ def local_functions(local: LocalKernel) -> tuple[Callable[..., Arrays], Callable
     The first takes the arguments' shards; the second also the outputs' and, or None, those of their cotangents.
     """
     sharded = _Sharded(local)
-    return sharded._forward_local, sharded._backward_again_local
+    return local.scoped(sharded._forward_local), local.scoped(sharded._backward_again_local)
 
 
 @contextlib.contextmanager
@@ -126,7 +126,7 @@ class _Sharded:
         return call
 
     def _map(self, f: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
-        return _compat.shard_map(f, self.mesh.mesh, in_specs, out_specs)
+        return _compat.shard_map(self.local.scoped(f), self.mesh.mesh, in_specs, out_specs)
 
     def run(self, *xs: jax.Array) -> Arrays:
         xs = tuple(self._pin(v, x.spec) if x.reshard else v for x, v in zip(self.plan.inputs, xs, strict=True))

@@ -34,8 +34,16 @@ class LocalKernel:
         call = self._call
         for name in reversed(self.plan.vmapped):
             call = jax.vmap(call, in_axes=tuple(0 if _has(x, name) else None for x in self.plan.inputs))
-        with jax.named_scope(self.plan.kernel):
-            return call(*prepared)
+        return call(*prepared)
+
+    def scoped(self, f: Callable[..., Any]) -> Callable[..., Any]:
+        """`f` under the kernel's name, which profiles and compiled programs show for all that it does."""
+
+        def run(*args: Any) -> Any:
+            with jax.named_scope(self.plan.kernel):
+                return f(*args)
+
+        return run
 
     def _call(self, *arrays: jax.Array) -> Arrays:
         values = [self._with_axes(x, v) for x, v in zip(self.plan.inputs, arrays, strict=True)]
@@ -57,7 +65,7 @@ class LocalKernel:
 
     def direct(self, *xs: jax.Array) -> Arrays:
         """The whole call without a mesh."""
-        return self.in_output_order(*self(*self.prepare(xs)))
+        return self.scoped(lambda *xs: self.in_output_order(*self(*self.prepare(xs))))(*xs)
 
     def in_output_order(self, *raw: jax.Array) -> Arrays:
         """What the kernel returned, in the plan's axis order; not cut yet."""

@@ -290,3 +290,23 @@ def test_same_position_names():
     q, _, _ = arrays()
     with pytest.raises(BindingError, match="'position'"):
         flash_attention(Pos, Pos, D, q, q, q)
+
+
+def test_heads_under_two_names_are_refused():
+    """A flat axis of query heads and the keys' own: each query head would see each key head."""
+    q, k, v = arrays()
+    flat = q.flatten_axes((H, G), "heads")
+    with pytest.raises(BindingError) as error:
+        flash_attention(Pos, KPos, D, flat, k, v)
+    assert "'heads' (4)" in str(error.value) and "'kv_head' (2)" in str(error.value)
+    # Each way out does what it says.
+    assert "unflatten_axis('heads', (Axis('kv_head', 2), Axis('q_heads_per_group', 2)))" in str(error.value)
+    for query, heads in (
+        (flat.unflatten_axis("heads", (H, G)), {"kv_head", "q_heads_per_group"}),
+        (flat.rename({"heads": "rows"}), {"kv_head", "rows"}),
+    ):
+        out = jax.eval_shape(lambda q: flash_attention(Pos, KPos, D, q, k, v), query)
+        assert {a.name for a in out.axes} == {"batch", "position", "value_size", *heads}
+    same = {"kv_head": "heads"}
+    out = jax.eval_shape(lambda q: flash_attention(Pos, KPos, D, q, k.rename(same), v.rename(same)), flat["heads", :2])
+    assert {a.name for a in out.axes} == {"batch", "position", "value_size", "heads"}

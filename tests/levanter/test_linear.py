@@ -150,6 +150,10 @@ def test_yaml(registered):
         ({"feature_map": "exp", "normalize": False}, "exp needs linear.normalize: true"),
         ({"delta_rule": True}, "set linear.normalize: false"),
         ({"gate_temperature": 0.0}, "must be positive"),
+        ({"gate_temperature": "cold"}, "linear.gate_temperature: 'cold' is not a number"),
+        ({"normalize": "no"}, "linear.normalize: 'no' is not true or false"),
+        ({"chunk_size": 0}, "linear.chunk_size: 0 is not a positive integer or null"),
+        ({"implementation": "palas"}, "linear.implementation: 'palas' is none of pallas_tpu"),
     ],
 )
 def test_options_refused(registered, linear, match):
