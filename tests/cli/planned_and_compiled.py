@@ -10,6 +10,7 @@ that could be merged or replaced is its own choice.
 """
 
 import json
+import pathlib
 import sys
 
 from haliax_kernels.cpu_devices import use_cpu_devices
@@ -23,7 +24,10 @@ from haliax_kernels.levanter.programs import gradient
 from haliax_kernels.levanter.run_config import RunConfig
 from support import collectives, planned
 
-args = ["--config_path", sys.argv[1]]
+# The configs for TPUs insist on a kernel that CPU devices cannot run, and on CPU devices bfloat16 travels as float32.
+args = ["--config_path", sys.argv[1], "--kernels.implementation", "xla", "--trainer.mp", "f32"]
+if "type: linear_llama" in pathlib.Path(sys.argv[1]).read_text():
+    args += ["--model.linear.implementation", "xla"]
 found, run = plan_model(args), RunConfig.load(args)
 ((call, _),) = found.calls
 with run.trainer.use_device_mesh():

@@ -93,6 +93,20 @@ def test_an_idle_mesh_axis_is_a_warning(tmp_path):
     assert len(found.warnings) == 1 and "'model' (2 devices)" in found.warnings[0]
 
 
+@pytest.mark.parametrize("mode, shards, warned", [("ring", 4, True), ("zigzag", 4, False), ("ring", 1, False)])
+def test_unequal_work_of_a_ring_is_a_warning(tmp_path, mode, shards, warned):
+    axes = {"data": 8 // shards, "model": 1, "context": shards}
+    file = changed(tmp_path, {"trainer.mesh.axes": axes, "kernels.context_parallel": mode})
+    found = plan_model(["--config_path", str(file)], "cpu")
+    assert found.refusal is None and len(found.warnings) == warned
+    if warned:
+        # Of 10 blocks of a causal mask the last of 4 devices computes 4; each step waits for one.
+        assert (
+            "over 'context' unequal work: the ring waits for 4 blocks, of which a device computes 2.5"
+            in found.warnings[0]
+        )
+
+
 # What is put into the config; keys and words that the line must have.
 MESH = "trainer.mesh"
 MISTAKES = {
@@ -144,6 +158,12 @@ def test_mistakes(mistake, tmp_path):
     assert line is not None and line.startswith(f"{file}: ")
     assert key in line and way_out in line
     assert "\n" not in line and "Traceback" not in line
+
+
+def test_the_implementation_of_a_linear_llama_has_its_own_key():
+    file = EXAMPLES / "linear_llama_tiny_cpu.yaml"
+    found = plan_model(["--config_path", str(file), "--model.linear.implementation", "pallas_gpu"], "tpu")
+    assert found.refusal is not None and found.refusal.startswith(f"{file}: model.linear.implementation: ")
 
 
 def test_the_command_refuses_in_one_line():

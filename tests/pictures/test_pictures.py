@@ -20,7 +20,7 @@ from haliax_kernels import AttentionMask, Parallel, flash_attention, flash_atten
 from haliax_kernels.distributions import DistributionError
 from haliax_kernels.pictures.arrays import array_views, spans, ticks
 from haliax_kernels.plan import AxisPlan
-from haliax_kernels.recording import recorded_plans
+from haliax_kernels.recording import recorded_calls
 from haliax_kernels.ring_plan import RingPlan
 from support import make_mesh
 
@@ -247,11 +247,11 @@ def test_recorded_plans_have_their_ring():
     axes = Axis("head", 4), Axis("position", 64), Axis("head_size", 8)
     q = hax.ones(axes)
     k = q.rename({"position": "key_position"})
-    with sharded_sequence({"context": 4}, {"position": "context"}), recorded_plans() as plans:
+    with sharded_sequence({"context": 4}, {"position": "context"}), recorded_calls() as calls:
         options = {"mask": AttentionMask.causal(), "context_parallel": "zigzag"}
         jax.eval_shape(lambda: flash_attention("position", "key_position", "head_size", q, k, k, **options).array)
         copy(hax.ones(Axis("row", 4)))
-    assert [plan.ring for plan in plans] == [RingPlan(("context",), 4, True, 16, 16, None, 0, 0), None]
+    assert [call.plan.ring for call in calls] == [RingPlan(("context",), 4, True, 16, 16, None, 0, 0), None]
 
 
 def test_without_matplotlib(monkeypatch):

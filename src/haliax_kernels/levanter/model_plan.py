@@ -19,8 +19,12 @@ from haliax_kernels.errors import NamedKernelError
 from haliax_kernels.implementations import planned_platform
 from haliax_kernels.levanter.config import current_options
 from haliax_kernels.levanter.run_config import RunConfig, RunConfigError
+from haliax_kernels.pictures.schedule import ring_schedule
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.recording import RecordedCall, recorded_calls
+
+# How much longer than a device's mean work a ring may take without a warning: two shards of a zigzag ring take 1.25.
+UNEVEN = 1.3
 
 
 @dataclass(frozen=True)
@@ -118,7 +122,8 @@ def _refused(run: RunConfig, mesh: dict[str, int], error: Exception) -> RunConfi
             keys.append(key)
     keys += [f"trainer.mesh.axes.{m}" for m in mesh if m in mentioned and m in run.trainer.mesh.axes]
     if "implementation" in text:
-        keys.insert(0, "kernels.implementation")
+        own = "linear_attention" in text and hasattr(run.config.model, "linear")
+        keys.insert(0, "model.linear.implementation" if own else "kernels.implementation")
     if "context_parallel" in text:
         keys.insert(0, "kernels.context_parallel")
     for block in ("block_q", "block_k"):
@@ -155,3 +160,13 @@ def _warnings(mesh: dict[str, int], plans: Sequence[tuple[KernelPlan, int]]) -> 
         for c in plan.collectives:
             if c.kind == "all-gather" and c.phase == "forward" and c.what != "the kernel itself":
                 yield f"{plan.kernel}: {c.what} is gathered over {' and '.join(map(repr, c.mesh_axes))} in every call."
+        if plan.ring is not None:
+            schedule = ring_schedule(plan.ring)
+            longest, mean = schedule.critical_path, schedule.blocks / schedule.shards
+            if longest > UNEVEN * mean:
+                yield (
+                    f"{plan.kernel}: its mask gives the shards over "
+                    f"{' and '.join(map(repr, plan.ring.mesh_axes))} unequal work: the ring waits for {longest:g} "
+                    f"blocks, of which a device computes {mean:g} on average. kernels.context_parallel: zigzag evens "
+                    "it out."
+                )

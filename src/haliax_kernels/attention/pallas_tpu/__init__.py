@@ -8,8 +8,10 @@ Offsets that are Python ints cost nothing: only visible blocks are in the kernel
 mapped by `jax.vmap`, which would make a loop of kernels of it.
 """
 
+import functools
 from dataclasses import replace
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Float32
 
@@ -23,6 +25,9 @@ from haliax_kernels.errors import UnsupportedOptionError, bytes_text
 from haliax_kernels.recording import say
 
 __all__ = ["backward", "forward"]
+
+# Of queries and keys, known when compiling.
+Offsets = tuple[int, int] | None
 
 
 def forward(
@@ -45,7 +50,8 @@ def forward(
         o = jnp.zeros((group, q_len, value_size), options.out_dtype or x.q.dtype)
         return o, jnp.full((group, q_len), -jnp.inf, jnp.float32)
     sizes = _sizes(options, x, backward=False)
-    return _forward.forward(_plan(options, x, sizes), x, sizes.vmem, interpret)
+    offsets, x = _static_offsets(x)
+    return _forward_once(_plan(options, x, offsets, sizes), offsets, sizes.vmem, interpret, x)
 
 
 def backward(
@@ -83,10 +89,10 @@ def backward(
     starts = range(0, k_len, sizes.keys)
     dq, parts = None, []
     for start in starts:
-        part = _keys(x, start, min(start + sizes.keys, k_len))
-        between = dtype if len(starts) == 1 else jnp.float32
-        plan = _plan(options, part, sizes)
-        found = _backward.backward(plan, part, lse, do, delta, dq, between, sizes.vmem, interpret)
+        offsets, part = _static_offsets(_keys(x, start, min(start + sizes.keys, k_len)))
+        between = jnp.dtype(dtype if len(starts) == 1 else jnp.float32)
+        plan = _plan(options, part, offsets, sizes)
+        found = _backward_once(plan, offsets, sizes.vmem, interpret, between, part, lse, do, delta, dq)
         dq = found.q
         parts.append(found)
     assert dq is not None
@@ -95,6 +101,44 @@ def backward(
     dk, dv = (jnp.concatenate([getattr(p, name) for p in parts]) for name in ("k", "v"))
     dbias = None if x.bias is None else jnp.concatenate([p.bias for p in parts], -1)
     return AttentionGradients(dq.astype(dtype), dk, dv, dbias)
+
+
+# Under jit a kernel is traced once for all calls that are the same: the steps of a ring, the layers of a model, a plan
+# and the program after it. Tracing a kernel takes the better part of a second.
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3))
+def _forward_once(
+    plan: Plan, offsets: Offsets, vmem: int | None, interpret: bool, x: AttentionOperands
+) -> tuple[Float[Array, "group q_pos value"], Float32[Array, "group q_pos"]]:
+    return _forward.forward(plan, _with_offsets(x, offsets), vmem, interpret)
+
+
+@functools.partial(jax.jit, static_argnums=(0, 1, 2, 3, 4))
+def _backward_once(
+    plan: Plan,
+    offsets: Offsets,
+    vmem: int | None,
+    interpret: bool,
+    dq_dtype: jnp.dtype,
+    x: AttentionOperands,
+    lse: Float32[Array, "group q_pos"],
+    do: Float[Array, "group q_pos value"],
+    delta: Float32[Array, "group q_pos"],
+    dq: Float32[Array, "group q_pos key"] | None,
+) -> AttentionGradients:
+    return _backward.backward(plan, _with_offsets(x, offsets), lse, do, delta, dq, dq_dtype, vmem, interpret)
+
+
+def _static_offsets(x: AttentionOperands) -> tuple[Offsets, AttentionOperands]:
+    """The offsets, if both are Python ints, and the operands without them."""
+    if isinstance(x.q_offset, int) and isinstance(x.k_offset, int):
+        return (x.q_offset, x.k_offset), x._replace(q_offset=0, k_offset=0)
+    return None, x
+
+
+def _with_offsets(x: AttentionOperands, offsets: Offsets) -> AttentionOperands:
+    return x if offsets is None else x._replace(q_offset=offsets[0], k_offset=offsets[1])
 
 
 def _keys(x: AttentionOperands, start: int, stop: int) -> AttentionOperands:
@@ -139,10 +183,8 @@ def _sizes(options: AttentionOptions, x: AttentionOperands, backward: bool) -> S
     return sizes
 
 
-def _plan(options: AttentionOptions, x: AttentionOperands, sizes: Sizes) -> Plan:
-    static = isinstance(x.q_offset, int) and isinstance(x.k_offset, int)
-    offset = x.q_offset - x.k_offset if static else None
-    assert offset is None or isinstance(offset, int)
+def _plan(options: AttentionOptions, x: AttentionOperands, offsets: Offsets, sizes: Sizes) -> Plan:
+    offset = None if offsets is None else offsets[0] - offsets[1]
     q_len, k_len = x.q.shape[1], x.k.shape[0]
     return Plan(
         options=replace(options, block_sizes=None),
