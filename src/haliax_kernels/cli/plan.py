@@ -1,7 +1,7 @@
 # Copyright The haliax-kernels Authors
 # SPDX-License-Identifier: Apache-2.0
 
-"""`haliax-kernels plan`: what each kernel of a Levanter run does on its mesh, on any machine, in seconds."""
+"""`haliax-kernels plan`: what each kernel of a Levanter run does on its mesh, on any machine."""
 
 from __future__ import annotations
 
