@@ -4,8 +4,12 @@
 """Every Python block of the documentation runs, page by page, in order and in one namespace."""
 
 import dataclasses
+import importlib.util
 import pathlib
 import re
+import shlex
+import subprocess
+import sys
 
 import jax
 import pytest
@@ -51,6 +55,39 @@ def test_python_blocks_run(page, capsys, monkeypatch, tmp_path):
         printed = capsys.readouterr().out
         if shown is not None:
             assert printed.split() == shown.split(), f"{name(page)}:{line} printed\n{printed}"
+
+
+def commands():
+    """Each command line of this package that a page shows."""
+    found: set[str] = set()
+    for page in [README, *PAGES]:
+        for _, text, _ in blocks(page, "bash"):
+            for line in text.replace("\\\n", "").splitlines():
+                if line.startswith("haliax-kernels "):
+                    found.add(shlex.join(shlex.split(line, comments=True)))
+    return sorted(found)
+
+
+@pytest.mark.slow
+@pytest.mark.levanter
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(c, id="-".join(c.split()[1:3]), marks=[pytest.mark.tpu_compile] if " preflight " in c else [])
+        for c in commands()
+    ],
+)
+def test_commands_run(command, tmp_path):
+    needed = {" plan ": ["levanter"], " preflight ": ["levanter", "libtpu"], "--svg": ["matplotlib"]}
+    for words, packages in needed.items():
+        for package in packages if words in command else []:
+            if importlib.util.find_spec(package) is None:
+                pytest.skip(f"needs {package}")
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    (tmp_path / "docs").mkdir()  # where a picture goes
+    line = [sys.executable, "-m", "haliax_kernels", *shlex.split(command)[1:]]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=400)
+    assert done.returncode == 0, done.stderr
 
 
 def test_every_page_is_in_the_navigation():

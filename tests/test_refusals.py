@@ -310,12 +310,21 @@ def test_policies_that_cannot_be(signature, policies, text):
     mentions(e, "'f'", text)
 
 
+def test_too_many_outputs():
+    with pytest.raises(
+        OutputError, match=r"returned 2 outputs, but .* has 3\. Return as many, or write what it returns"
+    ):
+        named_kernel("d -> d, d, d", name="f")(lambda x: (x, x)).bind(d="head_size")(V)
+
+
 def test_wrong_outputs():
     x = hax.ones((B, D))
     for fn, text in [
         (lambda x: (x, x), "tuple"),
         (lambda x: x[None], "(1, 16)"),
+        (lambda x: x[None], "or write the axes that it returns behind the '->'"),
         (lambda x: x[:4], "size 4"),
+        (lambda x: x[:4], "a size of its own needs an axis of its own behind the '->', one that no argument has"),
         (lambda x: np.ones(16), "ndarray"),
     ]:
         with pytest.raises(OutputError) as e:

@@ -150,7 +150,7 @@ def check_outputs(plan: KernelPlan, returned: object) -> tuple[jax.Array, ...]:
     if len(outs) != len(signature.outputs):
         raise OutputError(
             f'kernel {name!r} returned {len(outs)} outputs, but its signature "{signature}" has '
-            f"{len(signature.outputs)}."
+            f"{len(signature.outputs)}. Return as many, or write what it returns behind the '->'."
         )
     known = core_sizes(plan)
     loops = loop_sizes(plan)
@@ -165,13 +165,15 @@ def check_outputs(plan: KernelPlan, returned: object) -> tuple[jax.Array, ...]:
         if out.ndim != len(wanted):
             raise OutputError(
                 f"kernel {name!r} returned output {i} of shape {out.shape}, but its signature says {len(wanted)} "
-                f"dimensions: ({', '.join(what for what, _ in wanted)})."
+                f"dimensions: ({', '.join(what for what, _ in wanted)}). Return these, or write the axes that it "
+                "returns behind the '->'."
             )
         for (what, size), found in zip(wanted, out.shape, strict=True):
             if size >= 0 and size != found:
                 raise OutputError(
                     f"kernel {name!r} returned output {i} of shape {out.shape}: its {what} has size {found}, but is "
-                    f"{size} on each device."
+                    f"{size} on each device. Return that size; a size of its own needs an axis of its own behind the "
+                    "'->', one that no argument has."
                 )
     return outs  # type: ignore[return-value]
 
