@@ -26,11 +26,9 @@ def draw(figures: dict[str, pathlib.Path], folder: pathlib.Path) -> None:
     # The same figures give the same file.
     matplotlib.rcParams["svg.hashsalt"] = "haliax-kernels"
     found = {name: json.loads(path.read_text()) for name, path in figures.items()}
-    static = {
-        name.removeprefix("tpu_static_"): rows for name, rows in found.items() if name.startswith("tpu_static_v")
-    }
-    if static:
-        attention_tpu(static, folder / "attention_tpu.svg")
+    chips = ("v5e", "v5p", "v6e")
+    if all(f"tpu_static_{chip}" in found for chip in chips):
+        attention_tpu({chip: found[f"tpu_static_{chip}"] for chip in chips}, folder / "attention_tpu.svg")
     if "cpu" in found:
         attention_cpu(found["cpu"]["rows"], folder / "attention_cpu.svg")
     if "ring" in found:

@@ -3,11 +3,11 @@
 
 """Runs all benchmarks that a machine without an accelerator can, one after the other, and writes what they found.
 
-    python benchmarks/run.py [--only ring cpu] [--results benchmarks/RESULTS.md] [--plots docs/plots]
+    python benchmarks/run.py [--only ring cpu] [--results benchmarks/RESULTS.md]
 
-The results file says on which machine, with which versions and when it was made, and has what each benchmark printed;
-the plots are those that the README shows. With `--only` nothing is written but where `--results` or `--plots` say so.
-Nothing else should run on the machine meanwhile; all take about half an hour on two cores. A GPU's part is `gpu.sh`.
+The results file has what each benchmark printed, on which machine, with which versions and when; `--only` replaces the
+sections of those benchmarks. The plots in `docs/plots` are those that the README shows. Nothing else should run on the
+machine meanwhile; all take about half an hour on two cores. A GPU's part is `gpu.sh`.
 """
 
 import argparse
@@ -126,46 +126,44 @@ def versions() -> str:
     return ", ".join([*found, f"commit {git.stdout.strip()}" if git.returncode == 0 else "no git"])
 
 
-def report(outcomes: Sequence[Outcome]) -> str:
-    """The results file."""
-    lines = [
-        "# Results",
-        "",
-        "Written by `python benchmarks/run.py`. Seconds on a shared machine mean little: look at the ratios.",
-        "Cycles are counted in what the TPU compiler scheduled, nothing ran on a TPU: they are for comparing kernels.",
-        "",
-        f"- Date: {datetime.date.today().isoformat()}",
-        f"- Machine: {machine()}",
-        f"- Versions: {versions()}",
-    ]
-    for outcome in outcomes:
-        suite = outcome.suite
-        end = "it FAILED" if outcome.failed else f"it took {outcome.minutes:.1f} minutes"
-        lines += ["", f"## {suite.title}", "", f"`python benchmarks/{' '.join(suite.arguments)}`; {end}.", ""]
-        lines.append(as_markdown(outcome.output))
-    return "\n".join(lines) + "\n"
+HEAD = """# Results
+
+Written by `python benchmarks/run.py`, benchmark by benchmark. Seconds on a shared machine mean little: look at ratios.
+Cycles are counted in what the TPU compiler scheduled, nothing ran on a TPU: they are for comparing kernels.
+"""
+
+
+def section(outcome: Outcome) -> str:
+    """What the results file has of a benchmark."""
+    today = datetime.date.today().isoformat()
+    return (
+        f"`python benchmarks/{' '.join(outcome.suite.arguments)}`\n\n"
+        f"{today}, {outcome.minutes:.1f} minutes; {machine()}; {versions()}.\n\n{as_markdown(outcome.output)}\n"
+    )
+
+
+def merged(old: str, outcomes: Sequence[Outcome], titles: Sequence[str]) -> str:
+    """The results file with the sections of these benchmarks, where they came to their end, in place of its own."""
+    sections = dict(part.split("\n\n", 1) for part in old.split("\n## ")[1:])
+    sections |= {o.suite.title: section(o) for o in outcomes if not o.failed}
+    return HEAD + "".join(f"\n## {title}\n\n{sections[title]}" for title in titles if title in sections)
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     known = suites(pathlib.Path("docs/plots"))
     parser.add_argument("--only", nargs="+", choices=[s.name for s in known], help="run these alone")
-    parser.add_argument("--results", type=pathlib.Path, help="the file to write, benchmarks/RESULTS.md unless given")
-    parser.add_argument("--plots", type=pathlib.Path, help="the folder for the plots, docs/plots unless given")
+    parser.add_argument("--results", type=pathlib.Path, default=ROOT / "benchmarks" / "RESULTS.md")
     options = parser.parse_args()
-    results = options.results or (None if options.only else ROOT / "benchmarks/RESULTS.md")
-    plot_folder = options.plots or (None if options.only else pathlib.Path("docs/plots"))
+    chosen = [s for s in known if options.only is None or s.name in options.only]
+    (ROOT / "docs/plots").mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix="benchmarks_") as scratch:
-        folder = pathlib.Path(scratch) if plot_folder is None else plot_folder
-        (ROOT / folder).mkdir(parents=True, exist_ok=True)
-        chosen = [s for s in suites(folder) if options.only is None or s.name in options.only]
         figures = {s.name: pathlib.Path(scratch) / f"{s.name}.json" for s in chosen}
         outcomes = [run(s, figures[s.name]) for s in chosen]
-        if plot_folder is not None:
-            plots.draw({name: path for name, path in figures.items() if path.exists()}, ROOT / folder)
-    if results is not None:
-        results.write_text(report(outcomes), encoding="utf-8")
-        print(f"\nResults: {results}")
+        plots.draw({name: path for name, path in figures.items() if path.exists()}, ROOT / "docs/plots")
+    old = options.results.read_text(encoding="utf-8") if options.results.exists() else ""
+    options.results.write_text(merged(old, outcomes, [s.title for s in known]), encoding="utf-8")
+    print(f"\nResults: {options.results}")
     failed = [o.suite.name for o in outcomes if o.failed]
     if failed:
         print(f"failed: {', '.join(failed)}", file=sys.stderr)

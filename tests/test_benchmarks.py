@@ -7,6 +7,7 @@ import importlib.util
 import json
 import pathlib
 import sys
+from importlib.metadata import version
 
 import pytest
 
@@ -32,13 +33,9 @@ def test_a_benchmark_and_its_results(benchmarks, tmp_path):
     suite = benchmarks.Suite("ring", "Rings", ("ring.py", "--shards", "2", "--topology", ""))
     outcome = benchmarks.run(suite, figures)
     assert not outcome.failed
-    text = benchmarks.report([outcome])
-    assert "## Rings" in text and "| 2 | zigzag | 3.0 | 2.5 | 2.5 | 1.25 |" in text
-    assert (
-        "FAILED" not in text
-        and str(tmp_path) not in text
-        and f"jax {importlib.import_module('jax').__version__}" in text
-    )
+    text = benchmarks.merged("", [outcome], ["Rings"])
+    assert "\n## Rings\n" in text and "| 2 | zigzag | 3.0 | 2.5 | 2.5 | 1.25 |" in text
+    assert f"jax {version('jax')}" in text and str(tmp_path) not in text
     rows = json.loads(figures.read_text())["blocks"]
     assert {r["layout"]: r["backward"] for r in rows} == {"contiguous": 3.0, "zigzag": 2.5, "two passes": 6.0}
     if importlib.util.find_spec("matplotlib") is not None:
@@ -46,10 +43,17 @@ def test_a_benchmark_and_its_results(benchmarks, tmp_path):
         assert (tmp_path / "rings.svg").stat().st_size > 5_000
 
 
-def test_a_benchmark_that_fails_is_said_to(benchmarks, tmp_path):
+def test_only_what_came_to_its_end_replaces_what_was_there(benchmarks, tmp_path):
     suite = benchmarks.Suite("ring", "Rings", ("ring.py", "--shards", "no_number"))
-    outcome = benchmarks.run(suite, tmp_path / "ring.json")
-    assert outcome.failed and "it FAILED" in benchmarks.report([outcome])
+    failed = benchmarks.run(suite, tmp_path / "ring.json")
+    assert failed.failed
+    titles = ["One", "Rings", "Two"]
+    outcomes = [benchmarks.Outcome(benchmarks.Suite(t, t, ("x.py",)), f"of {t}", 1.0, False) for t in titles]
+    old = benchmarks.merged("", outcomes[::-1], titles)
+    assert [line for line in old.splitlines() if line.startswith("## ")] == ["## One", "## Rings", "## Two"]
+    assert benchmarks.merged(old, [failed], titles) == old
+    newer = benchmarks.Outcome(outcomes[2].suite, "of today", 1.0, False)
+    assert benchmarks.merged(old, [newer], titles) == old.replace("of Two", "of today")
 
 
 def test_tables_stay_tables(benchmarks):

@@ -141,6 +141,29 @@ def test_prefix_takes_log_steps_or_one_all_gather():
     assert found("auto", 1 << 18) == {"collective-permute": (4, 4 << 20)}
 
 
+@pytest.mark.parametrize(
+    ("method", "kind", "times"), [("log", "collective-permute", 4), ("all_gather", "all-gather", 1)]
+)
+def test_leaves_of_one_dtype_travel_together(method, kind, times):
+    """As a summary of linear attention: a matrix, a row, a number, and integers."""
+    tree = {"s": jnp.ones((3, 4)), "z": jnp.ones(4), "log": jnp.ones(()), "ids": jnp.ones(3, jnp.int32)}
+
+    def body(v):
+        x = jax.tree.map(lambda a: a * (v[0] + 1).astype(a.dtype), tree)
+        zero = jax.tree.map(jnp.zeros_like, tree)
+        before = exclusive_prefix(lambda a, b: jax.tree.map(jnp.add, a, b), x, zero, "a", method=method)
+        return jax.tree.map(lambda a: a[None], before)
+
+    f = jax.shard_map(body, mesh=make_mesh(a=8), in_specs=P("a"), out_specs=P("a"), check_vma=False)
+    v = jnp.arange(8.0)
+    for name, got in f(v).items():
+        expected = np.array([i * (i + 1) / 2 for i in range(8)]).reshape(8, *[1] * tree[name].ndim)
+        np.testing.assert_array_equal(got, np.broadcast_to(expected, (8, *tree[name].shape)))
+    found = collectives(jax.jit(f).lower(v).compile().as_text())
+    rows = 8 if kind == "all-gather" else 1
+    assert found == {kind: (2 * times, times * rows * 4 * (12 + 4 + 1 + 3))}
+
+
 def test_without_mesh_axes_nothing_is_communicated():
     assert exclusive_prefix(jnp.add, jnp.float32(3), 0.0, ()) == 0
     assert ring(lambda c, x, i: c + x + i, jnp.float32(1), jnp.float32(2), ()) == 3

@@ -8,9 +8,10 @@ where nothing is sharded, and then communicates nothing. All of them are differe
 vmapped.
 """
 
+import itertools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal, TypeVar
+from typing import Any, Literal, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -214,7 +215,8 @@ def _in_log_steps(combine: Callable[[T, T], T], x: T, identity: T, names: MeshAx
     def moved(v: T, distance: int) -> T:
         pairs = [(i, i + distance) for i in range(shards - distance)]
         pairs = pairs if forward else [(b, a) for a, b in pairs]
-        return jax.tree.map(lambda leaf, i: jnp.where(rank >= distance, _permute(leaf, names, pairs), i), v, identity)
+        got = _unpacked([_permute(a, names, pairs) for a in _packed(v)], v)
+        return jax.tree.map(lambda leaf, i: jnp.where(rank >= distance, leaf, i), got, identity)
 
     total, distance = moved(x, 1), 1
     while distance < shards - 1:
@@ -226,13 +228,42 @@ def _in_log_steps(combine: Callable[[T, T], T], x: T, identity: T, names: MeshAx
 
 def _by_gathering(combine: Callable[[T, T], T], x: T, identity: T, names: MeshAxes, forward: bool) -> T:
     shards, index = shard_count(names), shard_index(names)
-    every = jax.tree.map(lambda v: lax.all_gather(v, names), x)
+    every = [lax.all_gather(a, names) for a in _packed(x)]
 
     def one(i: int) -> T:
         used = i < index if forward else i > index
-        return jax.tree.map(lambda v, e: jnp.where(used, v[i], e), every, identity)
+        return jax.tree.map(lambda v, e: jnp.where(used, v, e), _unpacked([a[i] for a in every], x), identity)
 
     total = one(0)
     for i in range(1, shards):
         total = combine(total, one(i))
     return total
+
+
+def _packed(tree: Any) -> list[jax.Array]:
+    """The leaves, those of one dtype in one flat array, so that one transfer moves them."""
+    leaves = jax.tree.leaves(tree)
+    return [
+        leaves[places[0]] if len(places) == 1 else jnp.concatenate([jnp.ravel(leaves[i]) for i in places])
+        for places in _by_dtype(leaves)
+    ]
+
+
+def _unpacked(arrays: Sequence[jax.Array], tree: T) -> T:
+    """A PyTree like `tree` of what `_packed` made of one."""
+    leaves, structure = jax.tree.flatten(tree)
+    found = list(leaves)
+    for array, places in zip(arrays, _by_dtype(leaves), strict=True):
+        ends = list(itertools.accumulate(leaves[i].size for i in places))
+        parts = [array] if len(places) == 1 else jnp.split(array, ends[:-1])
+        for i, part in zip(places, parts, strict=True):
+            found[i] = part.reshape(leaves[i].shape)
+    return jax.tree.unflatten(structure, found)
+
+
+def _by_dtype(leaves: Sequence[jax.Array]) -> list[list[int]]:
+    """The places of the leaves of each dtype."""
+    places: dict[Any, list[int]] = {}
+    for i, leaf in enumerate(leaves):
+        places.setdefault(leaf.dtype, []).append(i)
+    return list(places.values())
