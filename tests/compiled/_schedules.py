@@ -29,40 +29,49 @@ DUMP = Path(tempfile.mkdtemp())
 SEEN: set[str] = set()
 
 
-def attention(length: int, heads: int, mask: AttentionMask, layers: int = 1) -> dict[str, list]:
-    """Its kernels, where the layers run in a scan: name, runs, cycles, whether exact."""
+def attention(
+    length: int, heads: int, mask: AttentionMask | None, layers: int = 1, gradient: bool = False
+) -> dict[str, list]:
+    """Its kernels, where the layers run in a scan: name, runs, cycles, whether exact.
+
+    Without a mask it is causal, from an offset that is an argument of the program.
+    """
     H, Q, K, D = Axis("heads", heads), Axis("position", length), Axis("key_position", length), Axis("head_size", 128)
 
-    def run(q, k, v):
+    def run(q, k, v, *offset):
+        seen = mask or AttentionMask.causal(offset=hax.named(offset[0], ()))
+
         def layer(q, _):
-            return flash_attention(Q, K, D, q, k, v, mask, implementation="pallas_tpu").rearrange(q.axes), None
+            return flash_attention(Q, K, D, q, k, v, seen, implementation="pallas_tpu").rearrange(q.axes), None
 
         return jax.lax.scan(layer, q, None, length=layers)[0].array
 
+    def both(q, k, v):
+        o, pullback = jax.vjp(run, q, k, v)
+        return pullback(o)
+
     mesh = topology_mesh("v5e:2x2", {"x": 1})
-    shapes = [
-        NamedArray(
-            jax.ShapeDtypeStruct((heads, length, 128), jnp.bfloat16, sharding=NamedSharding(mesh, PartitionSpec())),
-            (H, P, D),
-        )
-        for P in (Q, K, K)
-    ]
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    array = jax.ShapeDtypeStruct((heads, length, 128), jnp.bfloat16, sharding=everywhere)
+    shapes: list = [NamedArray(array, (H, P, D)) for P in (Q, K, K)]
+    if mask is None:
+        shapes.append(jax.ShapeDtypeStruct((), jnp.int32, sharding=everywhere))
     with jax.set_mesh(mesh), hax.axis_mapping({}):
-        text = jax.jit(run).trace(*shapes).lower().compile().as_text()
+        text = jax.jit(both if gradient else run).trace(*shapes).lower().compile().as_text()
     found = compiled_kernels(Program(text), read_schedules(DUMP, SEEN))
     return {"kernels": [[k.name, k.runs, k.cycles, k.exact] for k in found]}
 
 
 def main() -> None:
     dump_schedules(DUMP)
-    offset = hax.named(jnp.asarray(0), ())
     cases = {
         "causal 2048": lambda: attention(2048, 2, AttentionMask.causal()),
         "causal 4096": lambda: attention(4096, 2, AttentionMask.causal()),
         "full 2048": lambda: attention(2048, 2, AttentionMask()),
         "4 heads": lambda: attention(2048, 4, AttentionMask.causal()),
         "5 layers": lambda: attention(2048, 2, AttentionMask.causal(), layers=5),
-        "an offset": lambda: attention(2048, 2, AttentionMask.causal(offset=offset)),
+        "gradient 8192": lambda: attention(8192, 2, AttentionMask.causal(), gradient=True),
+        "an offset": lambda: attention(2048, 2, None),
     }
     for name, case in cases.items():
         print(json.dumps({"case": name, **case()}), flush=True)

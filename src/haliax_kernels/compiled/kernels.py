@@ -42,14 +42,19 @@ class CompiledKernel:
 def compiled_kernels(program: Program, schedules: Iterable[KernelSchedule]) -> tuple[CompiledKernel, ...]:
     """The kernels of a program, the ones that run most cycles first."""
     by_name = {schedule.name: schedule for schedule in schedules}
-    found: dict[str, list[Instruction]] = {}
+    built: dict[str, KernelSchedule] = {}
+    found: dict[tuple[str, str], list[Instruction]] = {}
     for i in program:
         if i.opcode == "custom-call" and _TARGET in i.text:
-            # The compiler builds kernels that are the same once, under the name of one of them.
-            found.setdefault(_identity(i), []).append(i)
+            # The compiler builds kernels that are the same once, under the name of one of them. They may do different
+            # work all the same: what is to do at each step of its grid is an operand.
+            identity = _identity(i)
+            if i.name in by_name:
+                built.setdefault(identity, by_name[i.name])
+            found.setdefault((identity, str(_told(i))), []).append(i)
     kernels = []
-    for same in found.values():
-        schedule = next((by_name[i.name] for i in same if i.name in by_name), None)
+    for (identity, _), same in found.items():
+        schedule = built.get(identity)
         cycles, exact = (None, False) if schedule is None else _cycles(schedule, same[0])
         runs = [program.runs[i.computation] for i in same]
         total = None if None in runs else sum(n for n in runs if n is not None)
@@ -73,9 +78,14 @@ def _title(i: Instruction) -> str:
     return re.sub(r"^(?:\w+\()+|\)+$", "", scopes[-1]) or i.name
 
 
+def _told(i: Instruction) -> dict[str, str]:
+    """What a kernel says of itself in its metadata."""
+    return dict(re.findall(r'"(branch_runs|grid_steps|elements)":\s*"([\d* ]+)"', i.text))
+
+
 def _cycles(schedule: KernelSchedule, i: Instruction) -> tuple[float, bool]:
-    """The cycles of a run, and whether they are exact: by what the kernel says of itself in its metadata."""
-    told = dict(re.findall(r'"(branch_runs|grid_steps|elements)":\s*"([\d* ]+)"', i.text))
+    """The cycles of a run, and whether they are exact."""
+    told = _told(i)
     dims = re.search(r"\[([\d,]*)\]", i.shape)
     if len(told) == 3 and dims is not None:
         runs = [None if n == "*" else int(n) for n in told["branch_runs"].split()]
