@@ -54,7 +54,8 @@ def attention_tpu(chips: dict[str, list[dict[str, Any]]], path: pathlib.Path) ->
         panel.barh(names, [by_kernel[k]["forward"] / 1e3 for k in shown], color="C1", height=0.4, label="forward")
         panel.set(xlabel="thousand cycles", title=f"TPU {chip}")
         panel.grid(axis="x", alpha=0.3)
-    panels[0][0].legend(fontsize="small")
+    handles = panels[0][0].get_legend_handles_labels()
+    figure.legend(*handles, fontsize="small", loc="upper right")
     figure.suptitle("Causal attention, 4,096 positions, 2 heads of 128, bfloat16, estimated", fontsize="medium")
     _save(figure, path)
 
@@ -88,7 +89,7 @@ def rings(rows: list[dict[str, Any]], path: pathlib.Path) -> None:
         path_of = {r["shards"]: r["critical_path"] for r in rows if r["layout"] == layout}
         at = [i + 0.36 * (n - 0.5) for i in range(len(shards))]
         bars = panel.bar(at, [path_of[s] for s in shards], width=0.34, label=layout)
-        panel.bar_label(bars, fmt="%.2g")
+        panel.bar_label(bars, fmt="%.3g")
     panel.set_xticks(range(len(shards)), [f"{s} devices" for s in shards])
     panel.set_ylabel("blocks that the ring waits for")
     panel.set_title("Causal ring attention, forward: critical path", fontsize="medium")
