@@ -59,7 +59,7 @@ class TestCompiled:
             "compiling the train step for v5e",
         ]
 
-    @pytest.mark.parametrize("mode", ["zigzag", "ring", "all_gather"])
+    @pytest.mark.parametrize("mode", ["zigzag", "ring", "allgather"])
     def test_what_the_plan_counts_is_in_the_program(self, mode):
         done = command(
             TINY, "--topology", "v5e:2x4", "--only", "attention", "--json", "--kernels.context_parallel", mode
@@ -82,7 +82,8 @@ class TestCompiled:
         done = command(TINY, "--topology", "v5e:2x4", "--model.hidden_dim", 16384, "--model.num_layers", 8)
         assert done.returncode == 1
         (line,) = (line for line in done.stderr.splitlines() if line.startswith("error: "))
-        assert "it does not fit into the chip's memory (HBM)" in line and " of 15.75G" in line
+        assert "it does not fit into the chip's memory (HBM)" in line and "15.75G" in line
+        assert "trainer.per_device_parallelism" in line
         assert "does NOT compile" in done.stdout
 
 

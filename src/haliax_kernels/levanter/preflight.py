@@ -165,9 +165,14 @@ def _compile(title: str, lowered: Any, plan: ModelPlan, dump: Path, seen: set[st
 def _reason(error: Exception) -> str:
     """The compiler's message in one line, without its lists of allocations."""
     text = str(error)
-    if memory := re.search(
-        r"Ran out of memory in memory space (\w+)\.\s*(Used [^.]*\.\d+\w* of [^.]*\.\d+\w*)?", text
-    ):
-        space = "the chip's memory (HBM)" if memory[1] == "hbm" else f"memory space {memory[1]}"
-        return f"it does not fit into {space}: {memory[2] or 'out of memory'}".rstrip(" .") + "."
+    used = re.search(r"Ran out of memory in memory space (\w+)\.\s*(Used [^.]*\.\d+\w* of [^.]*\.\d+\w*)?", text)
+    needed = re.search(r"Ran out of memory on HBM, (the total .*? exceeds available HBM \([\d.]+\w*\))", text)
+    if needed or (used and used[1] == "hbm"):
+        found = needed[1] if needed else used and used[2]
+        return (
+            f"it does not fit into the chip's memory (HBM): {found or 'out of memory'}. Use more chips, a lower "
+            "trainer.per_device_parallelism, or gradient_checkpointing in the model."
+        )
+    if used:
+        return f"it does not fit into memory space {used[1]}: {used[2] or 'out of memory'}."
     return " ".join(text.split("\n\n")[0].split())[:600]
