@@ -38,12 +38,7 @@ class LocalKernel:
 
     def scoped(self, f: Callable[..., Any]) -> Callable[..., Any]:
         """`f` under the kernel's name, which profiles and compiled programs show for all that it does."""
-
-        def run(*args: Any) -> Any:
-            with jax.named_scope(self.plan.kernel):
-                return f(*args)
-
-        return run
+        return jax.named_scope(self.plan.kernel)(f)
 
     def _call(self, *arrays: jax.Array) -> Arrays:
         values = [self._with_axes(x, v) for x, v in zip(self.plan.inputs, arrays, strict=True)]
@@ -65,7 +60,8 @@ class LocalKernel:
 
     def direct(self, *xs: jax.Array) -> Arrays:
         """The whole call without a mesh."""
-        return self.scoped(lambda *xs: self.in_output_order(*self(*self.prepare(xs))))(*xs)
+        with jax.named_scope(self.plan.kernel):
+            return self.in_output_order(*self(*self.prepare(xs)))
 
     def in_output_order(self, *raw: jax.Array) -> Arrays:
         """What the kernel returned, in the plan's axis order; not cut yet."""

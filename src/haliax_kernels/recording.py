@@ -5,14 +5,17 @@
 
 import logging
 from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import jax
 
 from haliax_kernels.plan import KernelPlan
 from haliax_kernels.ring_plan import RingPlan
+
+T = TypeVar("T")
 
 logger = logging.getLogger("haliax_kernels.plans")
 
@@ -42,19 +45,23 @@ class RecordedCall:
 
 
 @contextmanager
-def recorded_calls() -> Iterator[list[RecordedCall]]:
+def _collecting(variable: ContextVar[list[T] | None]) -> Iterator[list[T]]:
+    found: list[T] = []
+    token = variable.set(found)
+    try:
+        yield found
+    finally:
+        variable.reset(token)
+
+
+def recorded_calls() -> AbstractContextManager[list[RecordedCall]]:
     """Collect every call of a named kernel in the `with` block, refused ones too, in order.
 
     Under `jax.eval_shape` nothing runs: so one sees what a whole model would do on a mesh. What a program traces once
     and runs often, such as the body of a scan over layers, is there once; a function that is already compiled is not
     traced again, and is not there at all.
     """
-    found: list[RecordedCall] = []
-    token = _recorded.set(found)
-    try:
-        yield found
-    finally:
-        _recorded.reset(token)
+    return _collecting(_recorded)
 
 
 @contextmanager
@@ -68,15 +75,9 @@ def plan_notes(*notes: str | None, ring: RingPlan | None = None) -> Iterator[Non
         _ring.reset(ring_token)
 
 
-@contextmanager
-def implementation_notes() -> Iterator[list[str]]:
+def implementation_notes() -> AbstractContextManager[list[str]]:
     """Collect what implementations say of themselves while they are traced in the `with` block, each thing once."""
-    found: list[str] = []
-    token = _said.set(found)
-    try:
-        yield found
-    finally:
-        _said.reset(token)
+    return _collecting(_said)
 
 
 def say(note: str) -> None:

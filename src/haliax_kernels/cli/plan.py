@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from haliax_kernels.cli.arguments import topology
+from haliax_kernels.cli.arguments import add_config_command, topology
 from haliax_kernels.compiled.topologies import chip_count, device_kind
 from haliax_kernels.cpu_devices import device_count, use_cpu_devices
 from haliax_kernels.distributions import require_levanter, require_matplotlib
@@ -32,21 +32,15 @@ bytes, how a sharded sequence is computed and why. All other arguments go to Lev
 
 def add_parser(commands: Any) -> None:
     """Adds the command."""
-    parser = commands.add_parser(
-        "plan",
-        help="print what each kernel of a Levanter config does on its mesh",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = add_config_command(
+        commands, "plan", "print what each kernel of a Levanter config does on its mesh", _DESCRIPTION
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="a config of Levanter's train_lm")
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--devices", type=device_count, metavar="N", help="the number of devices")
     where.add_argument("--topology", type=topology, metavar="v5p:4x4x4", help="TPU chips, as they are connected")
     parser.add_argument("--platform", choices=("tpu", "gpu", "cpu"), help="of the --devices; tpu unless given")
-    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--svg", type=Path, metavar="FILE", help="also draw the plans, into this file")
-    parser.set_defaults(run=run, takes_more=True)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:

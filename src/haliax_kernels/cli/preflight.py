@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from haliax_kernels.cli.arguments import topology
+from haliax_kernels.cli.arguments import add_config_command, topology
 from haliax_kernels.cli.plan import model_plan_dict, warning_lines
 from haliax_kernels.compiled.topologies import chip_count
 from haliax_kernels.cpu_devices import use_cpu_devices
@@ -38,14 +38,9 @@ Levanter, as in a run. The exit status is 1 where the run could not be.
 
 def add_parser(commands: Any) -> None:
     """Adds the command."""
-    parser = commands.add_parser(
-        "preflight",
-        help="compile the train step of a Levanter config for TPUs, without TPUs",
-        description=_DESCRIPTION,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
+    parser = add_config_command(
+        commands, "preflight", "compile the train step of a Levanter config for TPUs, without TPUs", _DESCRIPTION
     )
-    parser.add_argument("config", metavar="CONFIG.yaml", help="a config of Levanter's train_lm")
     parser.add_argument(
         "--topology", type=topology, required=True, metavar="v5p:4x4x4", help="TPU chips, as they are connected"
     )
@@ -54,8 +49,7 @@ def add_parser(commands: Any) -> None:
         choices=("attention",),
         help="compile the model's named kernels alone, forward and backward, instead of the whole train step",
     )
-    parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.set_defaults(run=run, takes_more=True)
+    parser.set_defaults(run=run)
 
 
 def run(args: argparse.Namespace, rest: list[str]) -> int:
