@@ -6,7 +6,10 @@
 from __future__ import annotations
 
 import argparse
+import os
 import platform
+import sys
+import tempfile
 from collections.abc import Iterator
 from importlib import metadata
 from typing import Any
@@ -36,7 +39,7 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         print(f"  {name:15} {installed_version(name) or 'not installed'}")
     problems = list(_problems())
     try:
-        devices = jax.devices()
+        devices = _devices()
         kinds = sorted({d.device_kind for d in devices})
         print(
             f"devices: {len(devices)} of {current_platform()} ({', '.join(kinds)}), {jax.process_count()} process(es)"
@@ -49,6 +52,28 @@ def run(args: argparse.Namespace, rest: list[str]) -> int:
         print(f"problem: {problem}")
     print("nothing to repair" if not problems else f"{len(problems)} to repair")
     return 1 if problems else 0
+
+
+def _devices() -> list[jax.Device]:
+    """JAX's devices. What is written to stderr meanwhile is shown unless the CPU is found.
+
+    There an installed libtpu says in lines of errors, past Python, that it is not on a TPU host.
+    """
+    devices: list[jax.Device] = []
+    sys.stderr.flush()
+    stderr = os.dup(2)
+    with tempfile.TemporaryFile() as held:
+        os.dup2(held.fileno(), 2)
+        try:
+            devices = jax.devices()
+        finally:
+            sys.stderr.flush()
+            os.dup2(stderr, 2)
+            os.close(stderr)
+            if not devices or devices[0].platform != "cpu":
+                held.seek(0)
+                os.write(2, held.read())
+    return devices
 
 
 def _problems() -> Iterator[str]:

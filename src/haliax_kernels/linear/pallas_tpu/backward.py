@@ -22,7 +22,7 @@ def backward(plan: Plan, operands: dict[str, Array], interpret: bool) -> dict[st
 
     Args:
         plan: of the kernel.
-        operands: q, k, v, what `decay_operands` says, and `reach` for `ChannelDecay.queries`; `dsums`, the gradient of
+        operands: q, k, v, what `decay_operands` says, and `masks` for a `ChannelDecay`; `dsums`, the gradient of
             `q S` (of `scale * q S` where nothing is normalised); `s_starts`, and the last state's gradient `s_dlast`;
             if normalised also `dnormalizer`, `z_starts` and `z_dlast`.
         interpret: for TPU interpret mode.
@@ -49,7 +49,7 @@ def backward(plan: Plan, operands: dict[str, Array], interpret: bool) -> dict[st
         "dv_sum": (p.block, p.value),
     }
     if plan.want_log and p.decay == "channel":
-        scratch["through_q"] = (p.block, p.key)
+        scratch["through_log"] = (p.levels + 1, p.block, p.key)
     outputs = pl.pallas_call(
         functools.partial(_kernel, plan, (*operands, *dtypes, *scratch)),
         grid=(plan.blocks, plan.head_blocks),
@@ -115,7 +115,7 @@ def _states(plan: Plan, r: dict[str, Any], chunks: list[Any]) -> None:
         if z is not None:
             z = decay.carry(z) + k.astype(jnp.float32).sum(0, keepdims=True)
     if plan.group > 1:
-        for name in ("ds_added", "dz_added", "dk_sum", "dv_sum", "drows", "dlog", "through_q"):
+        for name in ("ds_added", "dz_added", "dk_sum", "dv_sum", "drows", "through_log"):
             if name in r:
                 r[name][...] = jnp.zeros_like(r[name])
 
@@ -140,10 +140,13 @@ def _queries(plan: Plan, r: dict[str, Any], decay: Any, g: int, c: int) -> None:
     dq_state = decay.from_start(dq_state, scale)
 
     if isinstance(decay, ChannelDecay):
-        dq, dk, dv, dlog = decay.queries(scale, q, k, v, dsums, dnormalizer, r.get("reach"))
-        if dlog is not None:
-            _add(plan, r["dlog"], (rows, slice(None)), dlog)
-            _add(plan, r["through_q"], (rows, slice(None)), q.astype(jnp.float32) * dq_state)
+
+        def passed(level: int, through: Array) -> None:
+            if plan.want_log:
+                _add(plan, r["through_log"], (level, rows, slice(None)), through)
+
+        dq, dk, dv = decay.queries(scale, q, k, v, dsums, dnormalizer, passed)
+        passed(plan.levels, q.astype(jnp.float32) * dq_state)
     else:
         products = dot(k, q, (1, 1))
         dscores = dot(v, dsums, (1, 1))
@@ -182,7 +185,8 @@ def _keys(plan: Plan, r: dict[str, Any], decay: Any, c: int) -> None:
             through += r["z_chunks"][c] * r["dz"][...]
         through_k = k.astype(jnp.float32) * dk_state
         if isinstance(decay, ChannelDecay):
-            r["dlog"][rows, :] += decay.of_states(r["through_q"][rows, :], through_k, through)
+            through_log = [r["through_log"][level, rows, :] for level in range(plan.levels + 1)]
+            r["dlog"][rows, :] = decay.log_gradient(through_log, through_k, through)
         else:
             r["drows"][c, 2:3] = _sum_over_lanes(plan, through_k)
             r["through"][c] = through

@@ -3,18 +3,21 @@
 
 """One decay a token and key channel inside a kernel: `haliax_kernels.linear.decays.ChannelDecay` for the matrix units.
 
-Each halving of the chunk is a product of whole chunks, of which the squares of that halving are taken: the matrix
-units are as fast on all of it. Which halving a pair belongs to is the highest bit in which the two tokens' numbers
-differ.
+In a halving of the chunk queries matter in the second halves and keys in the first ones. So there is one array of both,
+`mixed`, with the decays from each token to the border between its halves. Its product with itself holds the scores with
+queries first below the diagonal, and with keys first above it; and a symmetric array of the scores' gradients times it
+holds the gradients by queries in the second halves and by keys in the first ones. Which pairs are of a halving is said
+by masks of bits, since the operands of the matrix units are packed.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jaxtyping import Array, Float32
+from jax.experimental.pallas import tpu as pltpu
+from jaxtyping import Array, Float32, Int32
 
 from haliax_kernels.linear import decays
 from haliax_kernels.linear.pallas_tpu.plan import Plan, column
@@ -23,15 +26,14 @@ _SUBLANES = 8
 
 
 class ChannelDecay:
-    """A chunk's decays; `log` is at most 0."""
+    """A chunk's decays; `log` is at most 0, and `masks` are those of `pair_masks`."""
 
-    def __init__(self, plan: Plan, log: Float32[Array, "size key"]):
-        self.plan = plan
+    def __init__(self, plan: Plan, log: Float32[Array, "size key"], masks: Any):
+        self.plan, self.masks = plan, masks
         *levels, (_, prefix, suffix) = _levels(log)
         self.start, self.end = jnp.exp(prefix), jnp.exp(suffix)
         self.total = prefix[plan.size - 1 :]
-        # The first entry is for the diagonal.
-        self.levels = [(0, None), *((half, jnp.exp(exponent)) for half, exponent, _ in levels)]
+        self.levels = [(half, jnp.exp(exponent)) for half, exponent, _ in levels]
 
     def carry(self, x: Float32[Array, "rows key"]) -> Array:
         """As `NoDecay.carry`."""
@@ -47,30 +49,25 @@ class ChannelDecay:
         """As `NoDecay.from_start`."""
         return q.astype(jnp.float32) * (self.start if scale == 1 else self.start * scale)
 
-    def _pairs(self, queries: int) -> tuple[Array, Array]:
-        """Of a square of pairs: whether the query is not before the key, and the exclusive or of both numbers."""
-        shape = (self.plan.size, self.plan.size)
-        i, j = (lax.broadcasted_iota(jnp.int32, shape, axis) for axis in (queries, 1 - queries))
-        return j <= i, i ^ j
-
-    def _decayed(self, x: Array, decay: Array | None) -> Array:
-        return x if decay is None else self.plan.narrow(x.astype(jnp.float32) * decay)
-
-    def _scores(self, a: Array, b: Array, queries: int) -> Array:
-        causal, different = self._pairs(queries)
-        scores = jnp.zeros(causal.shape, jnp.float32)
-        for half, decay in self.levels:
-            product = self.plan.dot(self._decayed(a, decay), self._decayed(b, decay), (1, 1))
-            scores = product if half == 0 else jnp.where(different >= half, product, scores)
-        return jnp.where(causal, scores, 0.0)
-
-    def scores(self, q: Array, k: Array) -> Float32[Array, "q k"]:
+    def scores(self, q: Array, k: Array) -> Array:
         """As `NoDecay.scores`."""
-        return self._scores(q, k, 0)
+        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+        found = self._diagonal((q * k).sum(1, keepdims=True))
+        for level, (half, decay) in enumerate(self.levels):
+            here = self.plan.narrow(_mix(k, q, half) * decay)
+            found = self._add_scores(found, level, here, 1)
+        return self._unpacked(found & self.masks[len(self.levels)])
 
     def queries(
-        self, scale: float, q: Array, k: Array, v: Array, dsums: Array, dnormalizer: Array | None, reach: Any
-    ) -> tuple[Array, Array, Array, Array | None]:
+        self,
+        scale: float,
+        q: Array,
+        k: Array,
+        v: Array,
+        dsums: Array,
+        dnormalizer: Array | None,
+        passed: Callable[[int, Float32[Array, "size key"]], None],
+    ) -> tuple[Array, Array, Array]:
         """Gradients that a chunk's results send to what is in the chunk.
 
         Args:
@@ -80,61 +77,131 @@ class ChannelDecay:
             v: values.
             dsums: gradients of the sums.
             dnormalizer: of the normaliser, a row.
-            reach: for each halving `decays.reach`, if the gradient by the logs is wanted.
+            passed: is called for each halving, counted from the smallest, with what passed between each token and the
+                border between its halves, for `log_gradient`.
 
         Returns:
-            The gradients by q, k, v, and by the logs.
+            The gradients by q, k, and v.
         """
         plan = self.plan
         dot, narrow = plan.dot, plan.narrow
-        # Both ways round: a product is cheaper than the transposes of all its parts.
+        i, j = self._tokens()
         by_query, by_key = dot(dsums, v, (1, 1)), dot(v, dsums, (1, 1))
         if dnormalizer is not None:
             by_query, by_key = by_query + column(dnormalizer), by_key + dnormalizer
-        (causal, different), (causal_k, different_k) = self._pairs(0), self._pairs(1)
-        by_query, by_key = (jnp.where(c, d * scale, 0.0) for c, d in ((causal, by_query), (causal_k, by_key)))
-        scores = dq = dk = jnp.zeros((), jnp.float32)
-        dlog = None
+        by_pair = jnp.where(i >= j, by_query, by_key)
+        by_pair = by_pair if scale == 1 else by_pair * scale
+        q, k = q.astype(jnp.float32), k.astype(jnp.float32)
+        by_itself = jnp.where(i == j, by_pair, 0.0).sum(1, keepdims=True)
+        dq, dk = by_itself * k, by_itself * q
+        by_pair = self._packed(narrow(by_pair))
+        scores = self._diagonal((q * k).sum(1, keepdims=True))
         for level, (half, decay) in enumerate(self.levels):
-            q_here, k_here = self._decayed(q, decay), self._decayed(k, decay)
-            products = dot(k_here, q_here, (1, 1))
-            here, here_k = (x == 0 if half == 0 else (x >= half) & (x < 2 * half) for x in (different, different_k))
-            dq_here = dot(narrow(jnp.where(here, by_query, 0.0)), k_here, (1, 0))
-            dk_here = dot(narrow(jnp.where(here_k, by_key, 0.0)), q_here, (1, 0))
-            if decay is None:
-                scores, dq, dk = products, dq_here, dk_here
-                continue
-            scores = jnp.where(different_k >= half, products, scores)
-            dq_here, dk_here = dq_here * decay, dk_here * decay
-            dq, dk = dq + dq_here, dk + dk_here
-            if reach is not None:
-                # One of the two is 0: a first half has no query in the square, and a second one no key.
-                through = q.astype(jnp.float32) * dq_here + k.astype(jnp.float32) * dk_here
-                part = dot(reach[level - 1], narrow(through), (1, 0))
-                dlog = part if dlog is None else dlog + part
-        scores = jnp.where(causal_k, scores * scale, 0.0)
-        return dq, dk, dot(narrow(scores), dsums, (1, 0)), dlog
+            mixed = _mix(k, q, half)
+            here = narrow(mixed * decay)
+            scores = self._add_scores(scores, level, here, 0)
+            d = dot(self._unpacked(by_pair & self.masks[level]), here, (1, 0)) * decay
+            passed(level, mixed * d)
+            dk, dq = _add_halves(dk, dq, d, half)
+        scores = self._unpacked(scores & self.masks[len(self.levels)])
+        dv = dot(scores, dsums, (1, 0))
+        return dq, dk, dv if scale == 1 else dv * scale
 
-    def of_states(self, through_q: Array, through_k: Array, through: Array) -> Float32[Array, "size key"]:
-        """The gradient by the logs from what passed between tokens and the states at the chunk's ends.
+    def log_gradient(self, through: Any, through_k: Array, through_all: Array) -> Float32[Array, "size key"]:
+        """The gradient by the logs, from what passed through their sums: `_levels` the other way round.
 
         Args:
-            through_q: from the start to each token.
+            through: for each halving what `queries` said, and then what passed from the start to each token.
             through_k: from each token to the end.
-            through: from the start to the end, without the decay of the chunk.
+            through_all: from the start to the end, without the decay of the chunk.
         """
-        plan = self.plan
-        shape = (plan.size, plan.size)
-        t, i = lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
-        later, earlier = (plan.narrow(jnp.where(m, 1.0, 0.0)) for m in (i >= t, i < t))
-        found = plan.dot(later, plan.narrow(through_q), (1, 0)) + plan.dot(earlier, plan.narrow(through_k), (1, 0))
-        return found + through * jnp.exp(self.total)
+        token = lax.broadcasted_iota(jnp.int32, through_k.shape, 0)
+        last = token == self.plan.size - 1
+        by_prefix = through[len(self.levels)] + jnp.where(last, through_all * jnp.exp(self.total), 0.0)
+        by_suffix = through_k
+        for level, (half, _) in reversed(list(enumerate(self.levels))):
+            # Below, the sum of a half goes to all tokens of the other one that need it.
+            other = _sum_of_other_half(_mix(by_suffix, by_prefix, half), half)
+            by_prefix = by_prefix + jnp.where((token & (half - 1)) == half - 1, other, 0.0)
+            by_suffix, by_prefix = _add_halves(by_suffix, by_prefix, through[level], half)
+        return by_prefix
+
+    def _tokens(self) -> tuple[Int32[Array, "size size"], Int32[Array, "size size"]]:
+        shape = (self.plan.size, self.plan.size)
+        return lax.broadcasted_iota(jnp.int32, shape, 0), lax.broadcasted_iota(jnp.int32, shape, 1)
+
+    def _diagonal(self, scores: Float32[Array, "size 1"]) -> Int32[Array, "words size"]:
+        """The scores of each token with itself, which no halving has, as bits."""
+        i, j = self._tokens()
+        return self._packed(self.plan.narrow(jnp.where(i == j, scores, 0.0)))
+
+    def _add_scores(self, scores: Int32[Array, "words size"], level: int, here: Array, rows: int) -> Array:
+        """The scores, as bits, with those of a halving whose rows are in its first (0) or second halves (1)."""
+        half, plan = self.levels[level][0], self.plan
+        mask = self.masks[level]
+        words = half * here.dtype.itemsize // 4
+        if words < _SUBLANES:
+            return scores | (self._packed(plan.narrow(plan.dot(here, here, (1, 1)))) & mask)
+        # The other rows have none, and need no product.
+        product = plan.dot(_half(here, half, rows), here, (1, 1))
+        found = self._packed(plan.narrow(product)) & _half(mask, words, rows)
+        return _with_half(scores, _half(scores, words, rows) | found, words, rows)
+
+    def _packed(self, x: Array) -> Int32[Array, "words size"]:
+        return pltpu.bitcast(x, jnp.int32)
+
+    def _unpacked(self, x: Int32[Array, "words size"]) -> Array:
+        return pltpu.bitcast(x, self.plan.dtype)
 
 
-def reaches(plan: Plan) -> Array:
-    """What `ChannelDecay.queries` wants."""
+def pair_masks(plan: Plan, *, keys_first: bool) -> Int32[Array, "masks words size"]:
+    """Bits of the pairs of each halving, both ways round; and then of those of a query not before its key."""
+    i = np.arange(plan.size)
     halves = [1 << n for n in range(plan.size.bit_length() - 1)]
-    return jnp.asarray(np.stack([decays.reach(plan.size, half) for half in halves]), plan.dtype)
+    causal = i[None, :] <= i[:, None]
+    pairs = [square | square.T for square in (decays.square(plan.size, half) for half in halves)]
+    pairs.append(causal.T if keys_first else causal)
+    bits = np.dtype(plan.dtype).itemsize * 8
+    masks = np.where(np.stack(pairs), np.uint32(2**bits - 1), np.uint32(0))
+    if bits == 16:  # two rows a word, the first in its lower half
+        masks = masks[:, ::2] | masks[:, 1::2] << 16
+    return jnp.asarray(masks.view(np.int32))
+
+
+def _mix(first: Array, second: Array, half: int) -> Array:
+    """The one array in the first halves of blocks of `2 * half` tokens, and the other in the second ones."""
+    if half < _SUBLANES:
+        return jnp.where(_in_second(first.shape, half), second, first)
+    return _with_half(first, _half(second, half, 1), half, 1)
+
+
+def _add_halves(first: Array, second: Array, x: Array, half: int) -> tuple[Array, Array]:
+    """Both arrays with `x` added, to the one in the first halves and to the other in the second ones."""
+    if half < _SUBLANES:
+        in_second = _in_second(x.shape, half)
+        return first + jnp.where(in_second, 0.0, x), second + jnp.where(in_second, x, 0.0)
+    return tuple(
+        _with_half(a, _half(a, half, which) + _half(x, half, which), half, which)
+        for which, a in enumerate((first, second))
+    )  # pyright: ignore[reportReturnType]
+
+
+def _in_second(shape: tuple[int, ...], half: int) -> Array:
+    return (lax.broadcasted_iota(jnp.int32, shape, 0) & half) != 0
+
+
+def _half(x: Array, half: int, which: int) -> Array:
+    """The rows of the first or second halves; halves are whole tiles."""
+    size, columns = x.shape
+    return x.reshape(size // (2 * half), 2, half, columns)[:, which].reshape(size // 2, columns)
+
+
+def _with_half(x: Array, rows: Array, half: int, which: int) -> Array:
+    """`x` with these rows for those of the first or second halves."""
+    size, columns = x.shape
+    blocks = (size // (2 * half), 1, half, columns)
+    rows, rest = rows.reshape(blocks), _half(x, half, 1 - which).reshape(blocks)
+    return jnp.concatenate([rows, rest] if which == 0 else [rest, rows], 1).reshape(size, columns)
 
 
 def _expm1(x: Array) -> Array:
@@ -174,3 +241,20 @@ def _other_half(x: Float32[Array, "size key"], half: int) -> Float32[Array, "siz
         there = jnp.broadcast_to(tiles[:, source : source + 1], tiles.shape)
         found = there if first == 0 else jnp.where(row >= first, there, found)
     return found.reshape(size, key)
+
+
+def _sum_of_other_half(x: Float32[Array, "size key"], half: int) -> Float32[Array, "size key"]:
+    """At the last token of each half the sum over the other half; elsewhere anything."""
+    size, key = x.shape
+    if half >= _SUBLANES:
+        sums = x.reshape(size // (2 * half), 2, half, key).sum(2, keepdims=True)
+        sums = jnp.concatenate([sums[:, 1:], sums[:, :1]], 1)
+        return jnp.broadcast_to(sums, (size // (2 * half), 2, half, key)).reshape(size, key)
+    x = x.reshape(size // _SUBLANES, _SUBLANES, key)
+    by = 1
+    while by < half:
+        x = x + jnp.roll(x, by, 1)
+        by *= 2
+    # The last token of the other half is `half` tokens away, in either direction.
+    row = lax.broadcasted_iota(jnp.int32, x.shape, 1)
+    return jnp.where((row & half) != 0, jnp.roll(x, half, 1), jnp.roll(x, -half, 1)).reshape(size, key)

@@ -66,6 +66,11 @@ class Plan:
     want_log: bool = False
 
     @property
+    def levels(self) -> int:
+        """How often a chunk can be halved."""
+        return self.size.bit_length() - 1
+
+    @property
     def block(self) -> int:
         return self.n * self.size
 
@@ -117,7 +122,9 @@ def plan_for(options: LinearOptions, x: LinearOperands, *, backward: bool) -> Pl
     key_lanes, value_lanes = (-(-s // LANES) * LANES for s in (key, value))
     tokens, state = 4 * size * (key_lanes + value_lanes), 4 * value * key_lanes
     per_head = 6 * tokens
-    per_chunk = 8 * tokens + 2 * state + (2 * tokens if decay == "channel" else 0)
+    per_chunk = 8 * tokens + 2 * state
+    if decay == "channel":
+        per_chunk += 2 * tokens + 4 * size * key_lanes * size.bit_length()
     chunks = max(1, -(-length // size))
     largest = _CHUNKS // 2 if decay == "channel" else _CHUNKS
     most = max(1, min(largest, chunks, (_BUDGET - 8 * state) // (per_chunk + per_head)))
@@ -188,9 +195,8 @@ def spec(plan: Plan, name: str, *, reverse: bool = False) -> pl.BlockSpec:
         return pl.BlockSpec((p.block, p.value), lambda b, g: (at(b), 0))
     if name in ("rows", "drows"):
         return pl.BlockSpec((p.n, ROWS, p.size), lambda b, g: (at(b), 0, 0))
-    if name == "reach":
-        levels = p.size.bit_length() - 1
-        return pl.BlockSpec((levels, p.size, p.size), lambda b, g: (0, 0, 0))
+    if name == "masks":
+        return pl.BlockSpec((p.levels + 1, p.size * p.dtype.itemsize // 4, p.size), lambda b, g: (0, 0, 0))
     if name == "through":
         return pl.BlockSpec((p.n, 1, p.key), lambda b, g: (at(b), 0, 0))
     if name == "s_starts":
