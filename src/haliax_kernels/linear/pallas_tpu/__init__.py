@@ -61,7 +61,7 @@ def forward(
     if plan.length == 0:
         y = jnp.zeros((plan.group, 0, plan.value), plan.out_dtype)
         return y, state, Residuals(state.s[None], None, None, None) if residuals else None
-    operands = _operands(plan, x, keys_first=False) | _transposed(state, "")
+    operands = _operands(plan, x) | _transposed(state, "")
     found = _forward.forward(plan, operands, residuals, interpret)
     y = found["y"][:, : plan.length]
     last = _state(found, "_last")
@@ -88,7 +88,7 @@ def backward(
     if plan.length == 0:
         dlog = None if x.log_decay is None else jnp.zeros_like(x.log_decay)
         return LinearGradients(jnp.zeros_like(x.q), jnp.zeros_like(x.k), jnp.zeros_like(x.v), dlog, dstate)
-    operands = _operands(plan, x, keys_first=True)
+    operands = _operands(plan, x)
     if plan.normalize:
         d = result_gradients(options, dy, residuals.y, residuals.normalizer, plan.dtype)
         assert d.normalizer is not None and residuals.z_starts is not None
@@ -98,6 +98,8 @@ def backward(
         operands["z_starts"] = residuals.z_starts
     else:
         operands["dsums"] = plan.pad(dy.astype(plan.dtype), 1)
+    if plan.decay == "channel":
+        operands["masks"] = pair_masks(plan)
     operands |= {"s_starts": residuals.s_starts} | _transposed(dstate, "_dlast")
     found = _backward.backward(plan, operands, interpret)
     return LinearGradients(
@@ -109,11 +111,8 @@ def backward(
     )
 
 
-def _operands(plan: Plan, x: LinearOperands, *, keys_first: bool) -> dict[str, Array]:
-    operands = {"q": plan.pad(x.q, 1), "k": plan.pad(x.k, 0), "v": plan.pad(x.v, 0)} | decay_operands(plan, x)
-    if plan.decay == "channel":
-        operands["masks"] = pair_masks(plan, keys_first=keys_first)
-    return operands
+def _operands(plan: Plan, x: LinearOperands) -> dict[str, Array]:
+    return {"q": plan.pad(x.q, 1), "k": plan.pad(x.k, 0), "v": plan.pad(x.v, 0)} | decay_operands(plan, x)
 
 
 def _transposed(state: LinearState, suffix: str) -> dict[str, Array]:

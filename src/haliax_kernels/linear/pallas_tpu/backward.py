@@ -22,7 +22,7 @@ def backward(plan: Plan, operands: dict[str, Array], interpret: bool) -> dict[st
 
     Args:
         plan: of the kernel.
-        operands: q, k, v, what `decay_operands` says, and `masks` for a `ChannelDecay`; `dsums`, the gradient of
+        operands: q, k, v, what `decay_operands` says, and `masks` for `ChannelDecay.queries`; `dsums`, the gradient of
             `q S` (of `scale * q S` where nothing is normalised); `s_starts`, and the last state's gradient `s_dlast`;
             if normalised also `dnormalizer`, `z_starts` and `z_dlast`.
         interpret: for TPU interpret mode.
@@ -145,7 +145,7 @@ def _queries(plan: Plan, r: dict[str, Any], decay: Any, g: int, c: int) -> None:
             if plan.want_log:
                 _add(plan, r["through_log"], (level, rows, slice(None)), through)
 
-        dq, dk, dv = decay.queries(scale, q, k, v, dsums, dnormalizer, passed)
+        dq, dk, dv = decay.queries(scale, q, k, v, dsums, dnormalizer, r["masks"], passed)
         passed(plan.levels, q.astype(jnp.float32) * dq_state)
     else:
         products = dot(k, q, (1, 1))

@@ -16,4 +16,4 @@ def chunk_decay(plan: Plan, refs: dict[str, Any], c: int) -> NoDecay | TokenDeca
         return NoDecay(plan)
     if plan.decay == "token":
         return TokenDecay(plan, refs["rows"][c])
-    return ChannelDecay(plan, refs["log"][plan.rows(c), :], refs["masks"])
+    return ChannelDecay(plan, refs["log"][plan.rows(c), :])

@@ -126,8 +126,7 @@ def plan_for(options: LinearOptions, x: LinearOperands, *, backward: bool) -> Pl
     if decay == "channel":
         per_chunk += 2 * tokens + 4 * size * key_lanes * size.bit_length()
     chunks = max(1, -(-length // size))
-    largest = _CHUNKS // 2 if decay == "channel" else _CHUNKS
-    most = max(1, min(largest, chunks, (_BUDGET - 8 * state) // (per_chunk + per_head)))
+    most = max(1, min(_CHUNKS, chunks, (_BUDGET - 8 * state) // (per_chunk + per_head)))
     blocks = -(-chunks // most)
     n = -(-chunks // blocks)
     room = (_BUDGET - 8 * state) // n - per_chunk
@@ -196,7 +195,7 @@ def spec(plan: Plan, name: str, *, reverse: bool = False) -> pl.BlockSpec:
     if name in ("rows", "drows"):
         return pl.BlockSpec((p.n, ROWS, p.size), lambda b, g: (at(b), 0, 0))
     if name == "masks":
-        return pl.BlockSpec((p.levels + 1, p.size * p.dtype.itemsize // 4, p.size), lambda b, g: (0, 0, 0))
+        return pl.BlockSpec((p.levels, p.size * p.dtype.itemsize // 4, p.size), lambda b, g: (0, 0, 0))
     if name == "through":
         return pl.BlockSpec((p.n, 1, p.key), lambda b, g: (at(b), 0, 0))
     if name == "s_starts":
