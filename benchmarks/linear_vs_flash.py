@@ -14,7 +14,9 @@ length before, there is a dash. Single times on a shared machine mean little: lo
 `tpu`: cycles of the Pallas kernels on a TPU v5e, bfloat16, 2 heads of size 128, counted without a TPU in what its
 compiler schedules, as `tpu_static.py` explains. Nothing outside the kernels is in them, nor are waits for memory. The
 column `memory (linear)` has the cycles that the traffic of the linear kernels without decay takes at 819 GB/s: where
-it is the larger of the two, it is what counts.
+it is the larger of the two, it is what counts. `bound (linear)` has those of the matrix units at their peak, for the
+operations that the chunked algorithm without decay needs: of each chunk of 128 positions half the square of scores,
+twice, and two products with the state; the backward's are 2.5 times the forward's.
 
 Linear attention is not normalised and has no feature map, which is the caller's. A decay has a gradient, too. Without
 a part both run, and the plot has a panel for each.
@@ -215,6 +217,9 @@ def tpu_rows(lengths: list[int], decays: list[str]) -> Iterator[tuple[int, dict[
             kernels = tpu_static.compiled_kernels(gradient(linear(linear_pallas_tpu, TPU_SIZE)), (x, x, x, *log), seen)
             row[name_of(decay)] = sum(cycles(kernel, heads * plan.blocks) for kernel in kernels)
             if decay == "none":
+                # A position meets half a chunk, twice, and a state, twice; 2 operations for each pair of numbers.
+                operations = length * 2 * (2 * plan.size / 2 * TPU_SIZE + 2 * TPU_SIZE**2)
+                row["bound (linear)"] = heads * 3.5 * operations / tpu_static.PEAK["v5e"]
                 # Of q, k, v, y; of these but y, their gradients and dy; the states at the blocks' starts out and in.
                 tokens, states = (4 + 7) * length * TPU_SIZE * 2, 2 * plan.blocks * TPU_SIZE**2 * 4
                 row["memory (linear)"] = heads * (tokens + states) / TPU_BYTES_PER_CYCLE
@@ -241,7 +246,7 @@ def plot(parts: list[Part], path: pathlib.Path) -> None:
         for way in part.ways:
             points = [(length, row[way]) for length, row in part.rows.items() if way in row]
             if points:
-                style = "--" if way.startswith("memory") else "o-"
+                style = "--" if way.startswith(("bound", "memory")) else "o-"
                 panel.plot(*zip(*points, strict=True), style, color=colours[way], markersize=4, label=way)
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
@@ -274,8 +279,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         parts[-1].print_table(cpu_rows(lengths, decays, options.rounds, options.limit))
     if options.part in ("tpu", "both"):
         title = f"TPU v5e, bfloat16, 2 heads of {TPU_SIZE}, forward + backward, estimated cycles"
-        memory = ["memory (linear)"] if "none" in decays else []
-        parts.append(Part(title, "cycles", [*names, *memory, "flash"], ",.0f"))
+        bounds = ["bound (linear)", "memory (linear)"] if "none" in decays else []
+        parts.append(Part(title, "cycles", [*names, *bounds, "flash"], ",.0f"))
         parts[-1].print_table(tpu_rows(lengths, decays))
     if options.json:
         figures = [{"part": part.title, "rows": part.rows} for part in parts]

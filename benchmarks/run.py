@@ -48,7 +48,8 @@ def suites(plot_folder: pathlib.Path) -> list[Suite]:
         for topology, *lengths in (("v5e:2x2", "2048", "4096"), ("v5p:2x2x1", "4096"), ("v6e:2x2", "4096"))
     ]
     windows = ("tpu_static.py", "--lengths", "16384", "--sizes", "128", "--only", "haliax")
-    linear = ("linear_vs_flash.py", "--plot", str(plot_folder / "linear_vs_flash.png"))
+    decays = ("--decay", "none", "token", "channel")
+    linear = ("linear_vs_flash.py", *decays, "--plot", str(plot_folder / "linear_vs_flash.png"))
     return [
         Suite("wrapper", "What `named_kernel` costs beside the hand-written `shard_map`", ("wrapper.py",)),
         Suite("cpu", "Attention on the CPU beside Levanter's and JAX's", ("cpu.py", "--memory")),

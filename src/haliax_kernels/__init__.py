@@ -35,7 +35,7 @@ from haliax_kernels.errors import UnknownMeshAxisError as UnknownMeshAxisError
 from haliax_kernels.errors import UnsupportedOptionError as UnsupportedOptionError
 from haliax_kernels.kernel import NamedKernel as NamedKernel
 from haliax_kernels.kernel import named_kernel as named_kernel
-from haliax_kernels.linear.linear_attention import LinearAttentionState as LinearAttentionState
+from haliax_kernels.linear.call import LinearAttentionState as LinearAttentionState
 from haliax_kernels.linear.linear_attention import linear_attention as linear_attention
 from haliax_kernels.linear.linear_attention import linear_attention_plan as linear_attention_plan
 from haliax_kernels.linear.linear_attention import linear_attention_step as linear_attention_step

@@ -47,8 +47,11 @@ def test_what_takes_too_long_is_left_out(tmp_path):
 @pytest.mark.skipif(importlib.util.find_spec("libtpu") is None, reason="needs libtpu")
 def test_for_a_tpu(tmp_path):
     """Linear attention's cycles are proportional to the length, and flash attention's grow faster."""
-    _, (part,) = run(tmp_path, "tpu", "--lengths", "512", "2048", "--decay", "none", "token")
-    short, long = part["rows"]["512"], part["rows"]["2048"]
-    for way in ("linear", "linear, token decay", "memory (linear)"):
+    _, (part,) = run(tmp_path, "tpu", "--lengths", "1024", "4096", "--decay", "none", "token", "channel")
+    short, long = part["rows"]["1024"], part["rows"]["4096"]
+    ways = ["linear", "linear, token decay", "linear, channel decay"]
+    for way in [*ways, "bound (linear)", "memory (linear)"]:
         assert 3.5 * short[way] < long[way] < 4.1 * short[way]
     assert long["flash"] > 6 * short["flash"]
+    assert all(long["bound (linear)"] < long[way] < 8 * long["bound (linear)"] for way in ways)
+    assert all(3 * long[way] < long["flash"] for way in ways[:2])

@@ -36,13 +36,15 @@ def _in_parts(options, x, dy, dstate, borders):
     none = identity(options, x)
     found = [summary(options, p) for p in parts]
     before = [functools.reduce(compose, found[:i], none) for i in range(len(parts))]
-    entered = [p._replace(state=entering(b, x.state, f.ids)) for p, b, f in zip(parts, before, found, strict=True)]
+    entered = [
+        p._replace(state=entering(b, x.state, f.segments)) for p, b, f in zip(parts, before, found, strict=True)
+    ]
     results = [xla.forward(options, p, residuals=True) for p in entered]
     dys = [dy[:, start:stop] for start, stop in slices]
     found = [gradient_summary(options, p, r[2], d) for p, r, d in zip(entered, results, dys, strict=True)]
     behind = [functools.reduce(compose, found[:i:-1], none) for i in range(len(parts))]
     grads = [
-        xla.backward(options, p, r[2], d, entering(b, dstate, f.ids))
+        xla.backward(options, p, r[2], d, entering(b, dstate, f.segments))
         for p, r, d, b, f in zip(entered, results, dys, behind, found, strict=True)
     ]
     got = {"y": jnp.concatenate([r[0] for r in results], 1), "s": results[-1][1].s, "ds": grads[0].state.s}
@@ -86,14 +88,14 @@ def test_compose_is_associative_and_has_an_identity(segments):
     for other in (compose(compose(a, b), c), compose(a, compose(b, c)), compose(none, whole), compose(whole, none)):
         np.testing.assert_allclose(other.state.s, whole.state.s, rtol=1e-5, atol=1e-6)
         np.testing.assert_allclose(np.exp(other.log_decay), np.exp(whole.log_decay), rtol=1e-5)
-        assert (other.ids is None) == (segments == 0) and not (segments and other.ids[2])
+        assert (other.segments is None) == (segments == 0) and not (segments and other.segments.empty)
         if segments:
-            np.testing.assert_array_equal(other.ids, whole.ids)
+            assert other.segments == whole.segments
 
 
 def test_a_first_state_of_another_segment_is_zero():
     options, x = Case().options, Case(segments=2).operands()
     state = LinearState(jnp.ones((8, 12)))
     first = summary(options, x)
-    assert (entering(identity(options, x), state, first.ids).s == 1).all()
-    assert (entering(first, state, first.ids[::-1] + 7).s == 0).all()
+    assert (entering(identity(options, x), state, first.segments).s == 1).all()
+    assert (entering(first, state, first.segments._replace(first=first.segments.last + 7)).s == 0).all()

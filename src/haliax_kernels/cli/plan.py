@@ -83,14 +83,15 @@ def _text(found: ModelPlan) -> str:
     for plan, count in found.plans:
         times = "" if count == 1 else f" (traced {count} times)"
         lines += ["", "-" * 100, f"{plan}{times}", "", _sum(plan)]
+    return "\n".join([*lines, *closing_lines(found)])
+
+
+def closing_lines(found: ModelPlan) -> list[str]:
+    """What a command says of a plan in the end."""
+    lines = ["", "warnings:", *(f"  {w}" for w in found.warnings)] if found.warnings else []
     if not found.plans and found.refusal is None:
         lines += ["", "The model calls no named kernel. Set model.attn_backend: pallas_flash for ours."]
-    return "\n".join([*lines, *warning_lines(found)])
-
-
-def warning_lines(found: ModelPlan) -> list[str]:
-    """The warnings of a plan, as lines to print."""
-    return ["", "warnings:", *(f"  {w}" for w in found.warnings)] if found.warnings else []
+    return lines
 
 
 def _sum(plan: Any) -> str:

@@ -18,7 +18,7 @@ from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 from haliax_kernels.cli.arguments import add_config_command, topology
-from haliax_kernels.cli.plan import model_plan_dict, warning_lines
+from haliax_kernels.cli.plan import closing_lines, model_plan_dict
 from haliax_kernels.compiled.topologies import chip_count
 from haliax_kernels.cpu_devices import use_cpu_devices
 from haliax_kernels.distributions import DistributionError, installed_version, require_levanter
@@ -102,9 +102,7 @@ def _text(found: Preflight) -> str:
     lines = [f"{found.topology}, mesh: {mesh}"]
     for program in found.programs:
         lines += ["", *_program(program, found.hbm_bytes)]
-    if not found.programs and found.plan.refusal is None:
-        lines += ["", "The model calls no named kernel. Set model.attn_backend: pallas_flash for ours."]
-    return "\n".join([*lines, *warning_lines(found.plan)])
+    return "\n".join([*lines, *closing_lines(found.plan)])
 
 
 def _program(program: CompiledProgram, hbm: int) -> list[str]:

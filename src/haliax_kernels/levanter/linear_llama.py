@@ -35,7 +35,8 @@ from levanter.utils.activation import ActivationFunctionEnum
 
 from haliax_kernels.errors import UnsupportedOptionError
 from haliax_kernels.levanter.linear_config import LinearAttentionConfig, causal_segments
-from haliax_kernels.linear.linear_attention import LinearAttentionState, linear_attention, linear_attention_step
+from haliax_kernels.linear.call import LinearAttentionState
+from haliax_kernels.linear.linear_attention import linear_attention, linear_attention_step
 
 _WHO = "model.type: linear_llama"
 

@@ -8,7 +8,7 @@ token sees. What a device sends is a decay and a state for each head, whatever t
 """
 
 import functools
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,8 @@ from haliax_kernels.linear.state import compose, entering, gradient_summary, ide
 from haliax_kernels.mesh import MeshAxes
 
 _Y = Float[Array, "group pos value"]
+# TPUs transfer while they compute in permutes; and no number of shards has to receive more in them than in a gather.
+_METHOD: Literal["log"] = "log"
 
 
 def sharded_linear_attention(
@@ -86,10 +88,10 @@ def _bwd(
     x, first_state, residuals = saved
     dy, dstate = cotangents
     own = gradient_summary(options, x, residuals, dy)
-    behind = exclusive_suffix(lambda a, b: compose(b, a), own, identity(options, x), mesh_axes)
+    behind = exclusive_suffix(lambda a, b: compose(b, a), own, identity(options, x), mesh_axes, method=_METHOD)
     # Each shard holds a part of the last state's cotangent.
     dstate = jax.tree.map(lambda a: lax.psum(a, mesh_axes), dstate)
-    grads = implementation.backward(options, x, residuals, dy, entering(behind, dstate, own.ids))
+    grads = implementation.backward(options, x, residuals, dy, entering(behind, dstate, own.segments))
     first = shard_index(mesh_axes) == 0
     state = jax.tree.map(lambda a: jnp.where(first, a, 0), grads.state)
     return (operand_gradients(x._replace(state=first_state), grads._replace(state=state)),)
@@ -100,8 +102,8 @@ _sharded.defvjp(_fwd, _bwd)
 
 def _from_the_shards_before(options: LinearOptions, mesh_axes: MeshAxes, x: LinearOperands) -> LinearOperands:
     own = summary(options, x)
-    before = exclusive_prefix(compose, own, identity(options, x), mesh_axes)
-    return x._replace(state=entering(before, x.state, own.ids))
+    before = exclusive_prefix(compose, own, identity(options, x), mesh_axes, method=_METHOD)
+    return x._replace(state=entering(before, x.state, own.segments))
 
 
 def _of_last_shard(state: LinearState, mesh_axes: MeshAxes) -> LinearState:

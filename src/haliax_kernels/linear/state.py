@@ -16,11 +16,11 @@ other end: a part takes the gradient after it to `exp(log_decay) * dS + added`, 
 Forward and backward of sharded parts, with `haliax_kernels.collectives`:
 
     before = exclusive_prefix(compose, summary(options, x), identity(options, x), mesh_axes)
-    y, last, saved = forward(options, x._replace(state=entering(before, state, summary.ids)), residuals=True)
+    y, last, saved = forward(options, x._replace(state=entering(before, state, summary.segments)), residuals=True)
 
     behind = gradient_summary(options, x, saved, dy)
     behind = exclusive_suffix(lambda a, b: compose(b, a), behind, identity(options, x), mesh_axes)
-    grads = backward(options, x, saved, dy, entering(behind, dstate, gradient_summary.ids))
+    grads = backward(options, x, saved, dy, entering(behind, dstate, gradient_summary.segments))
 
 where `last` of the last shard is the whole sequence's state, and `grads.state` of the first one its first state's
 gradient.
@@ -36,6 +36,20 @@ from haliax_kernels.linear import decays, xla
 from haliax_kernels.linear.contract import LinearOperands, LinearOptions, LinearState
 
 
+class Segments(NamedTuple):
+    """Where the segments of a part of a sequence begin and end; integers of one dtype, which travel together.
+
+    Attributes:
+        first: the segment id of the first token.
+        last: of the last one.
+        empty: 1 where there is no token at all, else 0.
+    """
+
+    first: Int32[Array, ""]
+    last: Int32[Array, ""]
+    empty: Int32[Array, ""]
+
+
 class Summary(NamedTuple):
     """What a part of a sequence does to the state before it.
 
@@ -43,13 +57,12 @@ class Summary(NamedTuple):
         log_decay: the sum of the logs of decays, of the head or of each key channel; at most `decays.FLOOR` (a decay
             of 0) if a segment starts inside. None where there is neither decay nor segment.
         state: the state after the part that starts from zero.
-        ids: the segment ids of the first and last token, and 1 where there is no token at all, else 0: in one array,
-            so that one transfer moves them. None without segments.
+        segments: None without segments.
     """
 
     log_decay: Float32[Array, ""] | Float32[Array, " key"] | None
     state: LinearState
-    ids: Int32[Array, " 3"] | None
+    segments: Segments | None
 
 
 def summary(options: LinearOptions, x: LinearOperands) -> Summary:
@@ -58,7 +71,7 @@ def summary(options: LinearOptions, x: LinearOperands) -> Summary:
     Not for differentiation: the gradients of a sharded sequence come from `gradient_summary` and `backward`.
     """
     state = xla.final_state(options, x._replace(state=None))
-    return Summary(_log_decay(x), state, _ids(x, (0, -1)))
+    return Summary(_log_decay(x), state, _segments(x, 0, -1))
 
 
 def gradient_summary(
@@ -73,7 +86,7 @@ def gradient_summary(
         dy: the gradient of its results.
     """
     state = xla.first_state_gradient(options, x, residuals, dy)
-    return Summary(_log_decay(x), state, _ids(x, (-1, 0)))
+    return Summary(_log_decay(x), state, _segments(x, -1, 0))
 
 
 def identity(options: LinearOptions, x: LinearOperands) -> Summary:
@@ -81,43 +94,45 @@ def identity(options: LinearOptions, x: LinearOperands) -> Summary:
     shape = () if x.log_decay is None or x.log_decay.ndim < 2 else (x.k.shape[1],)
     decayed = x.log_decay is not None or x.segment_ids is not None
     log_decay = jnp.zeros(shape, jnp.float32) if decayed else None
-    ids = None if x.segment_ids is None else jnp.array([0, 0, 1], jnp.int32)
-    return Summary(log_decay, xla.zero_state(options, x.k, x.v), ids)
+    segments = None if x.segment_ids is None else Segments(*map(jnp.int32, (0, 0, 1)))
+    return Summary(log_decay, xla.zero_state(options, x.k, x.v), segments)
 
 
 def compose(a: Summary, b: Summary) -> Summary:
     """Of the part `a` and, right behind it, the part `b`. Associative."""
-    log_decay, ids = b.log_decay, None
-    if a.ids is not None and b.ids is not None:
+    log_decay, segments = b.log_decay, None
+    if a.segments is not None and b.segments is not None:
         assert b.log_decay is not None
-        a_empty, b_empty = a.ids[2] == 1, b.ids[2] == 1
-        log_decay = jnp.where(b_empty | _joined(a, b.ids), b.log_decay, decays.FLOOR)
-        first, last = jnp.where(a_empty, b.ids[0], a.ids[0]), jnp.where(b_empty, a.ids[1], b.ids[1])
-        ids = jnp.stack([first, last, a.ids[2] * b.ids[2]])
+        log_decay = jnp.where((b.segments.empty == 1) | _joined(a, b.segments), b.log_decay, decays.FLOOR)
+        segments = Segments(
+            jnp.where(a.segments.empty == 1, b.segments.first, a.segments.first),
+            jnp.where(b.segments.empty == 1, a.segments.last, b.segments.last),
+            a.segments.empty * b.segments.empty,
+        )
     state = _through(log_decay, a.state, b.state)
     total = None if a.log_decay is None or log_decay is None else a.log_decay + log_decay
-    return Summary(total, state, ids)
+    return Summary(total, state, segments)
 
 
-def entering(before: Summary, first: LinearState | None, ids: Int32[Array, " 3"] | None) -> LinearState:
+def entering(before: Summary, first: LinearState | None, segments: Segments | None) -> LinearState:
     """The state that a part begins with.
 
     Args:
         before: of everything before the part.
         first: the state before everything; None for zero.
-        ids: the part's own, as its `Summary` has them. The state is zero if its segment does not begin before it.
+        segments: the part's own, as its `Summary` has them. The state is zero if its segment does not begin before it.
     """
     state = before.state if first is None else _through(before.log_decay, first, before.state)
-    if ids is None:
+    if segments is None:
         return state
-    joined = _joined(before, ids)
+    joined = _joined(before, segments)
     return jax.tree.map(lambda a: jnp.where(joined, a, 0), state)
 
 
-def _joined(a: Summary, ids: Int32[Array, " 3"]) -> Bool[Array, ""]:
-    """Whether what follows `a` and has these ids goes on with a's last segment."""
-    assert a.ids is not None
-    return (a.ids[2] == 1) | (a.ids[1] == ids[0])
+def _joined(a: Summary, b: Segments) -> Bool[Array, ""]:
+    """Whether what follows `a` goes on with its last segment."""
+    assert a.segments is not None
+    return (a.segments.empty == 1) | (a.segments.last == b.first)
 
 
 def _through(log_decay: Array | None, old: LinearState, added: LinearState) -> LinearState:
@@ -133,7 +148,8 @@ def _log_decay(x: LinearOperands) -> Array | None:
     return None if log is None else log.sum(0)
 
 
-def _ids(x: LinearOperands, places: tuple[int, int]) -> Array | None:
+def _segments(x: LinearOperands, first: int, last: int) -> Segments | None:
     if x.segment_ids is None:
         return None
-    return jnp.stack([*(x.segment_ids[i].astype(jnp.int32) for i in places), jnp.int32(0)])
+    ids = x.segment_ids.astype(jnp.int32)
+    return Segments(ids[first], ids[last], jnp.int32(0))
