@@ -17,7 +17,6 @@ device, and whether a block is computed between the start and the end of each tr
 import argparse
 import json
 import os
-import re
 from collections import Counter
 from dataclasses import dataclass
 from typing import Any
@@ -35,6 +34,8 @@ from haliax_kernels import AttentionMask, flash_attention
 from haliax_kernels.attention import xla
 from haliax_kernels.attention.contract import AttentionOperands, AttentionOptions
 from haliax_kernels.collectives import shift
+from haliax_kernels.compiled.collectives import transfers
+from haliax_kernels.compiled.program import Program
 from haliax_kernels.context.ring import Ring
 from haliax_kernels.testing import topology_mesh
 
@@ -152,31 +153,18 @@ def tpu_program(topology: str, mode: str, shards: int, length: int) -> dict[str,
         "program_bytes": len(text),
         "kv_bytes": 2 * length // shards * 2 * 128 * 2,
     }
-    found["transfers"] = transfers = len(re.findall(r" collective-permute-start\(", text))
-    found["around_a_block"] = around_blocks(text)
+    moved = list(transfers(Program(text)))
+    found["transfers"] = len(moved)
+    # A ring's step is a branch of what its block needs.
+    found["around_a_block"] = sum(
+        any(i.opcode == "conditional" or "tpu_custom_call" in i.text for i in between) for between in moved
+    )
     print(
-        f"| {mode} | {shards} | {found['program_bytes'] / 1e6:.2f} MB | {transfers} | {found['around_a_block']} "
-        f"| {found['kv_bytes'] / 1e6:.2f} MB |",
+        f"| {mode} | {shards} | {found['program_bytes'] / 1e6:.2f} MB | {found['transfers']} "
+        f"| {found['around_a_block']} | {found['kv_bytes'] / 1e6:.2f} MB |",
         flush=True,
     )
     return found
-
-
-def around_blocks(text: str) -> int:
-    """How many transfers of a scheduled TPU program have a kernel between their start and their end."""
-    hidden = 0
-    for computation in re.split(r"\n(?=%|ENTRY)", text):
-        open_transfers: dict[str, bool] = {}
-        for line in computation.splitlines():
-            started = re.match(r"\s*(%collective-permute-start[\w.\-]*) = ", line)
-            ended = re.search(r" collective-permute-done\((%[\w.\-]+)\)", line)
-            if started:
-                open_transfers[started.group(1)] = False
-            elif ended:
-                hidden += open_transfers.pop(ended.group(1), False)
-            elif " conditional(" in line or "tpu_custom_call" in line:
-                open_transfers = dict.fromkeys(open_transfers, True)
-    return hidden
 
 
 def main() -> None:

@@ -4,7 +4,6 @@
 """Linear attention over a sharded sequence on TPUs: states are on their way while the shard computes."""
 
 import importlib.util
-import re
 
 import haliax as hax
 import jax
@@ -14,6 +13,8 @@ from haliax import NamedArray
 from jax.sharding import NamedSharding, PartitionSpec
 
 from haliax_kernels import linear_attention
+from haliax_kernels.compiled.collectives import transfers
+from haliax_kernels.compiled.program import Program
 from haliax_kernels.testing import topology_mesh
 
 Batch, Pos, Embed, Heads, HeadSize = hax.make_axes(batch=2, position=8192, embed=1024, heads=8, head_size=128)
@@ -23,19 +24,6 @@ MAPPING = {"batch": "data", "position": "context"}
 def layer(x, wq, wk, wv, wo):
     q, k, v = (hax.dot(x, w, axis=Embed) for w in (wq, wk, wv))
     return x + hax.dot(linear_attention(Pos, HeadSize, q, k, v), wo, axis=(Heads, HeadSize))
-
-
-def transfers(text):
-    """For each transfer of a program's schedule, the operations between its start and its end that compute."""
-    lines = text[text.index("ENTRY ") :].splitlines()
-    started, found = {}, []
-    for n, line in enumerate(lines):
-        if match := re.match(r"\s*(%[\w.-]+) = .* collective-permute-start\(", line):
-            started[match[1]] = n
-        elif match := re.match(r".* collective-permute-done\((%[\w.-]+)\)", line):
-            between = lines[started[match[1]] + 1 : n]
-            found.append([x for x in between if re.search(r" (fusion|custom-call|convolution)\(", x)])
-    return found
 
 
 @pytest.mark.slow
@@ -56,8 +44,10 @@ def test_states_travel_while_the_shard_computes():
     x, w = abstract(Batch, Pos, Embed), abstract(Embed, Heads, HeadSize)
     with jax.set_mesh(mesh):
         traced = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3, 4))).trace(x, w, w, w, abstract(Heads, HeadSize, Embed))
-        found = transfers(traced.lower().compile().as_text())
+        program = Program(traced.lower().compile().as_text())
+    computing = ("fusion", "custom-call", "convolution")
+    found = [[i for i in between if i.opcode in computing] for between in transfers(program)]
     # Three steps for four shards, forward and backward.
     assert len(found) == 6
     assert sum(map(bool, found)) >= 3
-    assert any("dot_general" in x for between in found for x in between)
+    assert any("dot_general" in i.text for between in found for i in between)

@@ -49,6 +49,20 @@ def compiled_collectives(program: Program, mesh: Mapping[str, int]) -> tuple[Com
     return tuple(_found(program, mesh))
 
 
+def transfers(program: Program) -> Iterator[list[Instruction]]:
+    """Of each transfer of a scheduled TPU program that has a start and an end, the instructions between them."""
+    for instructions in program.computations.values():
+        under_way: dict[str, list[Instruction]] = {}
+        for i in instructions:
+            if i.opcode == "collective-permute-start":
+                under_way[i.name] = []
+            elif i.opcode == "collective-permute-done" and (start := re.search(r"-done\(%([\w.\-]+)\)", i.text)):
+                yield under_way.pop(start[1])
+            else:
+                for between in under_way.values():
+                    between.append(i)
+
+
 def _found(program: Program, mesh: Mapping[str, int]) -> Iterator[CompiledCollective]:
     chains: set[str] = set()
     for i in program:

@@ -54,9 +54,9 @@ class ChannelDecay:
         """As `NoDecay.scores`."""
         q, k = q.astype(jnp.float32), k.astype(jnp.float32)
         found = self._diagonal((q * k).sum(1, keepdims=True))
-        for level, (half, decay) in enumerate(self.levels):
+        for half, decay in self.levels:
             here = halves.mix(k, q, half) * decay
-            found = self._add_scores(found, level, here, 1)
+            found = self._add_scores(found, half, here, 1)
         return jnp.where(self._causal(0), found, 0.0)
 
     def queries(
@@ -101,7 +101,7 @@ class ChannelDecay:
         for level, (half, decay) in enumerate(self.levels):
             mixed = halves.mix(k, q, half)
             here = mixed * decay
-            scores = self._add_scores(scores, level, here, 0)
+            scores = self._add_scores(scores, half, here, 0)
             here = narrow(here)
             of_level = pltpu.bitcast(by_pair & masks[level], plan.dtype)
             d = dot(of_level, here, (1, 0)) * decay
@@ -138,9 +138,9 @@ class ChannelDecay:
         i, j = self._tokens()
         return jnp.where(i == j, x, 0.0)
 
-    def _add_scores(self, scores: Float32[Array, "size size"], level: int, here: Array, rows: int) -> Array:
+    def _add_scores(self, scores: Float32[Array, "size size"], half: int, here: Array, rows: int) -> Array:
         """The scores with those of a halving whose rows are in its first (0) or second halves (1)."""
-        half, plan = self.levels[level][0], self.plan
+        plan = self.plan
         i, j = self._tokens()
         different = i ^ j
         narrow = plan.narrow(here)

@@ -110,10 +110,8 @@ def _last_rows(x: Rows, half: int) -> tuple[Array, Array]:
     if 2 * half == TILE:
         first, second = (jnp.broadcast_to(tiles[:, row : row + 1], tiles.shape) for row in (half - 1, TILE - 1))
         return first, second
-    by = 1
-    while by < half:  # each half's last row in all of its rows
-        tiles = jnp.where((_row(x) & by) != 0, tiles, _roll(tiles, -by))
-        by *= 2
+    if half > 1:  # each half's last row in both of its rows
+        tiles = jnp.where(_in_second(x, 1), tiles, _roll(tiles, -1))
     return _roll(tiles, half), _roll(tiles, -half)
 
 

@@ -123,7 +123,7 @@ def plan_for(options: LinearOptions, x: LinearOperands, *, backward: bool) -> Pl
     tokens, state = 4 * size * (key_lanes + value_lanes), 4 * value * key_lanes
     per_head = 6 * tokens
     per_chunk = 8 * tokens + 2 * state
-    if decay == "channel":
+    if decay == "channel":  # with what passed through the decays of each halving, and of the chunk
         per_chunk += 2 * tokens + 4 * size * key_lanes * size.bit_length()
     chunks = max(1, -(-length // size))
     most = max(1, min(_CHUNKS, chunks, (_BUDGET - 8 * state) // (per_chunk + per_head)))
